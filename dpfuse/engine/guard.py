@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dpfuse.engine.comm_buffer import CommBuffer
+from dpfuse.engine.param_spec import grad_dtype_of
 from dpfuse_kernels import SpoilTable, spoil
 from dpfuse_kernels.seen import Seen
 from dpfuse_kernels.spoil import any_pair
@@ -35,7 +36,7 @@ class DeviceGuard:
         self._buffer_kinds: list[tuple[SpoilTable, list[int]]] = []  # with the places of the buffers
         kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for param in params:
-            kinds.setdefault((param.dtype, param.device), []).append(param)
+            kinds.setdefault((grad_dtype_of(param), param.device), []).append(param)
         self._kinds = [
             (SpoilTable([_width(param) * param.numel() for param in alike], dtype.to_real(), device), alike)
             for (dtype, device), alike in kinds.items()

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["ITEM_SIZE", "ParamSpec", "describe_parameters"]
+__all__ = ["ITEM_SIZE", "ParamSpec", "describe_parameters", "grad_dtype_of"]
 
 ITEM_SIZE = {
     "float8_e4m3fn": 1, "float8_e5m2": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8,
@@ -23,7 +23,7 @@ class ParamSpec:
     Args:
         name: qualified name, for tables and errors.
         shape: size of each dimension, in elements.
-        dtype: `"float32"` or a torch dtype; kept as its name.
+        dtype: of its gradient, `"float32"` or a torch dtype; kept as its name.
         device: `"cpu"`, `"cuda:0"`, …; parameters of different devices never share a bucket.
         sparse: whether its gradient is sparse; such a parameter forms a bucket alone.
 
@@ -62,7 +62,7 @@ class ParamSpec:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the parameter, without padding."""
+        """Bytes of the gradient, without padding."""
         return self.numel * ITEM_SIZE[self.dtype]
 
 
@@ -105,9 +105,23 @@ def describe_parameters(params: Any, *, kept: Collection[int] = ()) -> list[Para
     ]
 
 
+def grad_dtype_of(parameter: Any) -> Any:
+    """Return the dtype of the gradients of a parameter; None where its `grad_dtype` allows any dtype.
+
+    Example:
+        >>> import torch
+        >>> parameter = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+        >>> parameter.grad_dtype = torch.float32
+        >>> grad_dtype_of(parameter)
+        torch.float32
+    """
+    return parameter.grad_dtype if getattr(parameter, "is_leaf", False) else parameter.dtype
+
+
 def _describe(name: str, parameter: Any, sparse: bool) -> ParamSpec:
     try:
-        return ParamSpec(name, tuple(parameter.shape), str(parameter.dtype), str(parameter.device), sparse)
+        dtype = str(grad_dtype_of(parameter) or parameter.dtype)
+        return ParamSpec(name, tuple(parameter.shape), dtype, str(parameter.device), sparse)
     except AttributeError:
         raise TypeError(
             f"{name} is a {type(parameter).__name__}; expected a parameter or a ParamSpec. Or pass the model itself."

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from dpfuse.comm.abilities import backend_of
 from dpfuse.engine.autograd import hooks_on
 from dpfuse.engine.averaging import averaging_for
-from dpfuse.engine.param_spec import describe_parameters
+from dpfuse.engine.param_spec import describe_parameters, grad_dtype_of
 from dpfuse.engine.plan import BucketPlan, plan_buckets
 from dpfuse.engine.user_line import warn_at_user
 from dpfuse.model.plan_file import fitted, given_plan, plan_digest
@@ -65,6 +65,7 @@ def check_module(
             f"{type(module).__name__} has no parameter with requires_grad=True, expected at least one: there is "
             "nothing to average. Use the module without the wrapper"
         )
+    _check_grad_dtypes(trainable)
     specs = [spec for spec in describe_parameters(module, kept=kept) if spec.name in trainable]
     ramp_ranks = group.size() if group is not None and options.common["plan"] == "ramp" else 0
     rule = replace(options.rule, ramp_ranks=ramp_ranks)
@@ -114,6 +115,15 @@ def _given(options: SyncOptions, by_rule: BucketPlan, *, changed: bool) -> Bucke
             raise
         warn_at_user(f"the module has changed, so its buckets are made by the rule again: {error}")
         return by_rule
+
+
+def _check_grad_dtypes(trainable: Mapping[str, nn.Parameter]) -> None:
+    for name, param in trainable.items():
+        if grad_dtype_of(param) is None:
+            raise ValueError(
+                f"parameter {name!r} has grad_dtype=None, so its gradients may have any dtype; expected one dtype, for "
+                f"which there is memory. Set {name}.grad_dtype to that of its gradients, such as torch.float32."
+            )
 
 
 def _check_alone(trainable: Mapping[str, nn.Parameter], options: SyncOptions) -> None:
@@ -175,7 +185,9 @@ def describe_model(module: nn.Module, plan: BucketPlan, options: SyncOptions) ->
             lines.append(f"parameter {name} is tied to {first[id(param)]}")
             continue
         first[id(param)] = name
-        lines.append(f"parameter {name} {_facts(param)} requires_grad={param.requires_grad} device={param.device.type}")
+        facts = f"parameter {name} {_facts(param)} requires_grad={param.requires_grad} device={param.device.type}"
+        differs = param.is_leaf and grad_dtype_of(param) != param.dtype
+        lines.append(f"{facts} grad_dtype={grad_dtype_of(param)}" if differs else facts)
     return lines
 
 

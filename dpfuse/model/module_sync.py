@@ -19,6 +19,7 @@ from dpfuse.engine.feature import Feature
 from dpfuse.engine.feeds.accumulating import refuse_accumulated
 from dpfuse.engine.listening import Wrap
 from dpfuse.engine.optimizer_step_hook import call_after_steps, call_before_steps
+from dpfuse.engine.param_spec import grad_dtype_of
 from dpfuse.engine.plan import BucketPlan
 from dpfuse.engine.reducer import ABANDONED, IDLE
 from dpfuse.engine.settings import SyncSettings
@@ -432,6 +433,11 @@ class ModuleSync:
             in_use["wire of another dtype"] = wire.argument
         if other := [spec for spec in specs if spec.sparse or spec.dtype.startswith("complex")]:
             in_use["indivisible parameter"] = f"the parameter {other[0].name!r}, whose gradient is sparse or complex"
+        for spec, param in zip(specs, self.grads.params, strict=True):
+            if grad_dtype_of(param) != param.dtype:
+                in_use["indivisible parameter"] = (
+                    f"the parameter {spec.name!r} of dtype {param.dtype}, whose grad_dtype is {grad_dtype_of(param)}"
+                )
         refuse("ShardedOptimizer", "a ShardedOptimizer was made with", in_use, ValueError)
         if in_backward:
             refuse("step_in_backward", "a ShardedOptimizer was made with step_in_backward=True and", in_use, ValueError)

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from dpfuse.engine.param_spec import grad_dtype_of
+
 __all__ = ["ModelSignature"]
 
 FEW = 4  # parameters of a module up to which each is looked at, as weight and bias are
@@ -25,6 +27,7 @@ class _Known(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     shape: torch.Size
+    grad_dtype: torch.dtype | None  # of its gradients, see `torch.Tensor.grad_dtype`
     order: tuple[int, ...]  # of the dimensions in memory, the slowest first: gradients travel in that order
     trained: bool = False  # whether it was trainable in an agreed model
 
@@ -156,7 +159,7 @@ class ModelSignature:
             elif not before.trainable:
                 if now.trainable:
                     return f"parameter {now.name!r} was unfrozen"
-            elif before[3:7] != now[3:7]:
+            elif before[3:8] != now[3:8]:
                 return f"parameter {now.name!r} was converted from {_kind(before)} to {_kind(now)}"
         self._let_unfreeze()
         return None
@@ -188,6 +191,7 @@ class ModelSignature:
                 param.dtype,
                 param.device,
                 torch.Size() if is_lazy(param) else param.shape,
+                grad_dtype_of(param),
                 () if is_lazy(param) else _order_of(param),
             )
             for name, param in module.named_parameters()
@@ -229,7 +233,7 @@ def _addresses(params: Sequence[Tensor]) -> list[int]:
 
 def _kinds(params: Sequence[Tensor]) -> list[object]:
     with torch._C.DisableTorchFunctionSubclass():
-        return [(param.dtype, param.device, param.shape, _order_of(param)) for param in params]
+        return [(param.dtype, param.device, param.shape, grad_dtype_of(param), _order_of(param)) for param in params]
 
 
 def _same(tables: list[dict[str, Any]], copies: list[dict[str, Any]]) -> bool:
@@ -251,6 +255,8 @@ def _is_delicate(param: Tensor | None) -> bool:
 
 def _kind(known: _Known) -> str:
     dtype = str(known.dtype).removeprefix("torch.")
+    if known.grad_dtype != known.dtype:
+        dtype += f" with gradients of {str(known.grad_dtype).removeprefix('torch.')}"
     order = f" with its dimensions in the order {known.order}" if known.order != tuple(sorted(known.order)) else ""
     return f"{dtype} {tuple(known.shape)} on {known.device}{order}"
 

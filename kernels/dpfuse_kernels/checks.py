@@ -235,7 +235,8 @@ def _check_kind(tensor: Tensor, slot: Slot, table: PointerTable) -> None:
     if tensor.dtype != table.dtype:
         raise ValueError(
             f"Slot {slot.name!r} got dtype {tensor.dtype}, expected {table.dtype}. "
-            f"Convert it with .to({table.dtype}), or plan again after changing the model's dtype."
+            f"Convert it with .to({table.dtype}), or plan again after changing the model's dtype, or a parameter's "
+            "grad_dtype."
         )
     if tensor.shape != slot.shape:
         raise ValueError(

@@ -156,10 +156,10 @@ class HookedRows(HookedBuffer):
         grad = None if self._registered in frozen else self._param.grad
         if grad is None:
             return [self._registered]
-        if grad.dtype != self._param.dtype or grad.layout not in (torch.strided, torch.sparse_coo):
+        if grad.dtype != self._dtype or grad.layout not in (torch.strided, torch.sparse_coo):
             raise ValueError(
                 f"parameter {self._name!r} has a gradient of dtype {grad.dtype} and layout {grad.layout}, expected "
-                f"{self._param.dtype} and torch.sparse_coo. Convert it"
+                f"{self._dtype} and torch.sparse_coo. Convert it"
             )
         with torch.no_grad():
             self._grad = grad.to_sparse(1) if grad.layout is torch.strided else grad.coalesce()
@@ -191,7 +191,7 @@ class HookedRows(HookedBuffer):
                 f"its future holds a tensor of shape {tuple(result.shape)}, expected {tuple(self._param.shape)} as "
                 "bucket.buffer() has"
             )
-        self._grad = result.to(self._param.dtype)
+        self._grad = result.to(self._dtype)
         if result.layout is not torch.strided:
             self._grad = self._grad.coalesce()
 

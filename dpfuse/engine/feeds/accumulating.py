@@ -13,6 +13,7 @@ from dpfuse.engine import messages
 from dpfuse.engine.comm_buffer import CommBuffer
 from dpfuse.engine.feeds.at_once import AtOnce
 from dpfuse.engine.optimizer_step_hook import call_before_steps
+from dpfuse.engine.param_spec import grad_dtype_of
 from dpfuse.engine.protocols import Feed, PackArguments
 from dpfuse.engine.streams import WritingStreams, capturing
 from dpfuse.engine.torch_private import Hooks, leave_untraced, ranged_without_graph
@@ -149,7 +150,7 @@ class Accumulating(Feed):
                         "gradients were accumulated in their bucket. Change it between a synchronised backward and the "
                         "next no_sync(), or call discard_accumulated() before."
                     )
-                grad = grad.to(param.device, param.dtype)
+                grad = grad.to(param.device, grad_dtype_of(param))
                 param.grad = grad if param.grad is None else param.grad + grad
         self.forget()
 
