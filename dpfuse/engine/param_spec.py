@@ -107,7 +107,8 @@ def describe_parameters(params: Any, *, kept: Collection[int] = ()) -> list[Para
 
 def _describe(name: str, parameter: Any, sparse: bool) -> ParamSpec:
     try:
-        return ParamSpec(name, tuple(parameter.shape), str(parameter.dtype), str(parameter.device), sparse)
+        shape = getattr(parameter, "_local_tensor", parameter).shape  # of a DTensor, what this rank has of it
+        return ParamSpec(name, tuple(shape), str(parameter.dtype), str(parameter.device), sparse)
     except AttributeError:
         raise TypeError(
             f"{name} is a {type(parameter).__name__}; expected a parameter or a ParamSpec. Or pass the model itself."

@@ -26,10 +26,12 @@ __all__ = [
     "TensorMark",
     "are_private",
     "compiled_backward",
+    "dtensor_of",
     "has_hooks_of_others",
     "holders_of",
     "is_private",
     "leave_untraced",
+    "local_tensor_of",
     "no_graph",
     "on_device",
     "owners_and_holders",
@@ -328,6 +330,20 @@ _owners: Callable[[Tensor], int] = getattr(Tensor, "_use_count", lambda _tensor:
 UNSHARED = _counts_unshared() if hasattr(Tensor, "_use_count") else (1, 2)  # of a tensor that only names refer to
 _REFERENCES = _references_of_one()  # of a gradient that only its parameter has; versions of torch count differently
 COUNTS_REFERENCES = _REFERENCES is not None
+
+
+def local_tensor_of(tensor: Any) -> Tensor:
+    """Return what a DTensor holds on this rank, itself: `to_local()` returns a view of it."""
+    local: Tensor = tensor._local_tensor
+    return local
+
+
+def dtensor_of(local: Tensor, like: Any) -> Any:
+    """Return a DTensor that holds `local` itself, with the mesh, placements, shape and strides of the DTensor `like`.
+
+    `DTensor.from_local` would hold a view, which is another tensor.
+    """
+    return type(like)(local, like._spec, requires_grad=False)
 
 
 def on_device(

@@ -18,6 +18,7 @@ from dpfuse.engine.exchanges.comm_hook import CommHook
 from dpfuse.engine.feature import Feature
 from dpfuse.engine.feeds.accumulating import refuse_accumulated
 from dpfuse.engine.listening import Wrap
+from dpfuse.engine.local_part import LocalPart
 from dpfuse.engine.optimizer_step_hook import call_after_steps, call_before_steps
 from dpfuse.engine.plan import BucketPlan
 from dpfuse.engine.reducer import ABANDONED, IDLE
@@ -453,7 +454,15 @@ class ModuleSync:
             in_use["GradScaler"] = "a GradScaler"
         if self.grads.listening.recorder is not None:
             in_use["autotune"] = "autotune, which records"
+        if self.divided:
+            in_use["DTensor"] = f"the DTensor {self.divided!r} in the model"
         return in_use
+
+    @property
+    def divided(self) -> str:
+        """The name of a parameter that is a DTensor; empty if there is none."""
+        pairs = zip(names_of(self.grads.plan), self.grads.params, strict=True)
+        return next((name for name, param in pairs if type(param) is LocalPart), "")
 
     def divide(self, dividing: Dividing) -> None:
         """Let each rank receive only its part of the averaged gradients, from the next backward on."""
