@@ -27,6 +27,7 @@ from dpfuse.checkpoint.training_state import (
     bare_module,
     check_fit,
     optimizer_class,
+    refuse_divided,
     sampler_state,
     set_sampler_state,
 )
@@ -106,6 +107,7 @@ def save_checkpoint(
         10
     """
     what = "save_checkpoint"
+    refuse_divided(model, what)
     group = _group_of(model, group)
     sync = model._sync if isinstance(model, SyncedModule) else None
     if sync is not None and (known := sync.differing_weights):
@@ -182,6 +184,7 @@ def load_checkpoint(
         Checkpoint(step=0, path=None, extra=None)
     """
     what = "load_checkpoint"
+    refuse_divided(model, what)
     group = _group_of(model, group)
     parts = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     asked = {name: value for name, value in parts.items() if value is not None}

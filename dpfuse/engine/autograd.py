@@ -142,7 +142,8 @@ def unreached(params: Sequence[Tensor]) -> list[Tensor]:
     # Nodes are not kept: a node belongs to a stream and keeps its parameter from being swapped, and a parameter that
     # was converted has another one.
     with torch.enable_grad():
-        joined = _leaves(*map(leaf_of, trainable)) if trainable else None  # in torch 2.11 nothing else keeps its node alive
+        # In torch 2.11 nothing else keeps its node alive.
+        joined = _leaves(*map(leaf_of, trainable)) if trainable else None
     nodes = [] if joined is None else [node for node, _ in joined.grad_fn.next_functions]
     try:
         answers = list(map(torch._C._will_engine_execute_node, nodes))

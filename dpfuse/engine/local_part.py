@@ -59,12 +59,12 @@ class LocalPart(nn.Parameter):
         return call
 
     @property
-    def grad(self) -> Tensor | None:  # type: ignore[override]
+    def grad(self) -> Tensor | None:
         """The local tensor of the DTensor's gradient, which has the placements of the DTensor from then on."""
         grad = self.whole.grad
         if grad is None:
             return None
-        local = local_tensor_of(grad)
+        local: Tensor = local_tensor_of(grad)
         if type(local) is Tensor and grad.placements == self.whole.placements:
             return local
         with torch.no_grad():
@@ -91,11 +91,11 @@ class LocalPart(nn.Parameter):
         return bool(self.whole.is_leaf)
 
     @property
-    def _backward_hooks(self) -> Any:
+    def _backward_hooks(self) -> Any:  # type: ignore[override]
         return self.whole._backward_hooks
 
     @property
-    def _post_accumulate_grad_hooks(self) -> Any:
+    def _post_accumulate_grad_hooks(self) -> Any:  # type: ignore[override]
         return self.whole._post_accumulate_grad_hooks
 
 

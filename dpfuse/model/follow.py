@@ -137,7 +137,8 @@ class ModuleFollower:
             )
             return ModelChange([], {}, refusal), None
         try:
-            ours = set(map(id, map(leaf_of, (*grads.params, *grads.reducer.in_use.params))))  # also of an earlier, pending change
+            in_use = (*grads.params, *grads.reducer.in_use.params)  # also of an earlier, pending change
+            ours = set(map(id, map(leaf_of, in_use)))
             plan = kept or check_module(self._module, self._options, grads.group, ours, self._signature.kept())
             buckets = grads.bucket_set(plan, grads.params if plan is grads.plan else params_of(self._module, plan))
         except Exception as error:  # the peers hear of it when the ranks agree

@@ -27,6 +27,7 @@ from dpfuse.engine.sync import GradSync
 from dpfuse.engine.window import Window
 from dpfuse.errors import DPFuseError
 from dpfuse.exclusions import refuse
+from dpfuse.gradients.divided_norm import DividedGradients
 from dpfuse.gradients.error_feedback import ErrorFeedback
 from dpfuse.gradients.finite import FiniteCheck
 from dpfuse.gradients.loss_scale_and_weight import GradientFactors
@@ -460,7 +461,7 @@ class ModuleSync:
 
     @property
     def divided(self) -> str:
-        """The name of a parameter that is a DTensor; empty if there is none."""
+        """The name of a planned parameter that is a DTensor; empty if there is none."""
         pairs = zip(names_of(self.grads.plan), self.grads.params, strict=True)
         return next((name for name, param in pairs if type(param) is LocalPart), "")
 
@@ -475,8 +476,11 @@ class ModuleSync:
         if self._dividing is not None:
             refuse_running(grads.reducer, grads.group.rank())
             return self._dividing.gradients()
+        if self.divided:
+            refuse_running(grads.reducer, grads.group.rank())
+            return DividedGradients(self._module.named_parameters())
         refuse_accumulated(grads.params, f"rank {grads.group.rank()}: the norm of the gradients was asked for")
-        return self._reader.read(grads.reducer, names_of(grads.plan), grads.params)
+        return self._reader.read(grads.reducer)
 
     def remove_hooks(self) -> None:
         """Leave the module as if it had never been wrapped."""
