@@ -1,0 +1,106 @@
+"""Which DTensors can be averaged, and what the ranks have in common when a model with them is wrapped."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+import dpfuse
+from tests.distributed.tensor_parallel.models import FACES, Everything, Tied, local, loss_of, made, mesh_of_four, words_of
+
+
+@pytest.mark.ranks(size=4)
+def test_the_first_replica_gives_its_weights_to_the_other(rank, size):
+    mesh = mesh_of_four()
+    net = made(Everything, mesh["tp"])
+    with torch.no_grad():
+        for tensor in (*net.parameters(), *net.buffers()):
+            local(tensor).add_(mesh.get_local_rank("dp"))
+    FACES["DataParallel"](net, mesh)
+    expected = made(Everything, mesh["tp"]).state_dict()
+    assert all(torch.equal(local(value), local(expected[name])) for name, value in net.state_dict().items())
+
+
+@pytest.mark.ranks(size=4)
+@pytest.mark.parametrize("around", [dpfuse.DataParallel, dpfuse.DistributedDataParallel, dpfuse.replicate])
+def test_a_mesh_with_ranks_of_the_group_is_refused(rank, size, around):
+    net = made(Tied, mesh_of_four()["tp"])
+    text = r"'up\.weight' is a DTensor over the mesh .* the ranks \[[01, 23]+\] of that mesh are in the group"
+    with pytest.raises(ValueError, match=text):
+        around(net)  # over all four
+
+
+@pytest.mark.ranks(size=4)
+def test_fsdp_parameters_are_refused(rank, size):
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = mesh_of_four()
+    net = nn.Linear(8, 8)
+    fully_shard(net, mesh=mesh["dp"])
+    with pytest.raises(ValueError, match=r"'weight' is a DTensor over the mesh .*FSDP averages its own"):
+        dpfuse.DistributedDataParallel(net, device_mesh=mesh["dp"])
+
+
+@pytest.mark.ranks(size=4)
+def test_sums_that_are_not_added_up_are_refused(rank, size):
+    mesh, net = mesh_of_four(), nn.Linear(8, 8)
+    net.weight = nn.Parameter(DTensor.from_local(net.weight.data, mesh["tp"], [Partial()]))
+    with pytest.raises(ValueError, match=r"'weight' is a DTensor with placements .*sums that are not added up"):
+        dpfuse.DistributedDataParallel(net, device_mesh=mesh["dp"])
+
+
+@pytest.mark.ranks(size=4)
+def test_a_group_whose_ranks_have_other_parts_is_refused(rank, size):
+    net = parallelize_module(nn.Sequential(nn.Linear(8, 8)), mesh_of_four()["tp"], {"0": ColwiseParallel()})
+    across = [dist.new_group(members) for members in ([0, 3], [1, 2])]
+    with pytest.raises(dpfuse.DPFuseError, match=r"(?s)the wrapped module.*part \[?\(?[01]"):
+        dpfuse.DataParallel(net, group=across[rank in (1, 2)])
+
+
+@pytest.mark.ranks(size=4)
+def test_ranks_that_divide_a_parameter_otherwise_are_refused(rank, size):
+    mesh, net = mesh_of_four(), nn.Linear(8, 8)
+    placement = Shard(0) if mesh.get_local_rank("dp") == 0 else Shard(1)
+    net.weight = nn.Parameter(distribute_tensor(net.weight.data, mesh["tp"], [placement]))
+    with pytest.raises(dpfuse.DPFuseError, match=r"parameter weight"):
+        dpfuse.DataParallel(net, group=mesh["dp"].get_group())
+
+
+@pytest.mark.ranks(size=4)
+def test_a_mesh_of_one_rank_beside_the_group_is_no_hindrance(rank, size):
+    mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp", "tp"))
+    net = nn.Linear(8, 8)
+    net.weight = nn.Parameter(distribute_tensor(net.weight.data, mesh["tp"], [Replicate()]))
+    net.bias = nn.Parameter(distribute_tensor(net.bias.data, mesh["tp"], [Replicate()]))
+    model = dpfuse.DistributedDataParallel(net)
+    x = DTensor.from_local(torch.full((1, 8), rank + 1.0), mesh["tp"], [Replicate()])
+    model(x).sum().backward()
+    assert torch.equal(local(net.weight.grad), torch.full((8, 8), 2.5))
+
+
+@pytest.mark.ranks(size=4)
+def test_values_of_a_parameter_that_are_moved_are_followed(rank, size):
+    mesh = mesh_of_four()
+    net, expected = made(Tied, mesh["tp"]), made(Tied, mesh["tp"])
+    models = [FACES["DataParallel"](each, mesh) for each in (net, expected)]
+    words = words_of(mesh.get_local_rank("dp"), 0)
+    for model in models:
+        loss_of(model, words).backward()
+    with torch.no_grad():
+        param = net.up.weight
+        param.data = DTensor.from_local(local(param).clone(), mesh["tp"], [Shard(0)])
+    for model in models:
+        model.zero_grad()
+        loss_of(model, words).backward()
+    assert torch.equal(local(net.up.weight.grad), local(expected.up.weight.grad))
+    for model in models:
+        model.double()
+        model.zero_grad()
+        loss_of(model, words).backward()
+    assert net.up.weight.grad.dtype is torch.float64
+    assert torch.equal(local(net.up.weight.grad), local(expected.up.weight.grad))
