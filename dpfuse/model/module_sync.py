@@ -368,7 +368,6 @@ class ModuleSync:
         """Have gradients multiplied from the next backward on; a model that never asks for that has no cost of it."""
         if self.factors.attached:
             return
-        refuse("GradScaler", f"rank {self.grads.group.rank()}: a GradScaler was made with", self.in_use)
         if self.grads.reducer.phase is IDLE:  # else once what is in flight is drained
             self.factors.attached = True
             self.grads.add_feature(self.factors)

@@ -57,7 +57,9 @@ class Sequence(Tied):
             "norm": SequenceParallel(),
             "up": ColwiseParallel(),
             "down": RowwiseParallel(output_layouts=Shard(1)),
-            "head": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate(), use_local_output=True),
+            "head": PrepareModuleInput(
+                input_layouts=Shard(1), desired_input_layouts=Replicate(), use_local_output=True
+            ),
         }
         parallelize_module(self, mesh, plan)
 

@@ -11,7 +11,16 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import dpfuse
-from tests.distributed.tensor_parallel.models import FACES, Everything, Tied, local, loss_of, made, mesh_of_four, words_of
+from tests.distributed.tensor_parallel.models import (
+    FACES,
+    Everything,
+    Tied,
+    local,
+    loss_of,
+    made,
+    mesh_of_four,
+    words_of,
+)
 
 
 @pytest.mark.ranks(size=4)
