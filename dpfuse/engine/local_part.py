@@ -23,7 +23,7 @@ class LocalPart(nn.Parameter):
     Its `grad` is the local tensor of the DTensor's gradient, and assigning it gives the DTensor a DTensor.
 
     Args:
-        whole: the DTensor, a parameter or a buffer.
+        whole: the DTensor, which belongs to a module.
 
     Attributes:
         whole: the DTensor.

@@ -93,6 +93,7 @@ def test_options_that_are_refused(rank, size, name):
 
 
 CALLS = {
+    'bucket_cap_mb="auto"': lambda model, net: wrapped(bucket_cap_mb="auto"),
     "autotune": lambda model, net: dpfuse.autotune(model),
     "GradScaler": lambda model, net: dpfuse.GradScaler("cpu", model=model),
     "ShardedOptimizer": lambda model, net: dpfuse.ShardedOptimizer(model, torch.optim.SGD, lr=0.1),
@@ -122,7 +123,8 @@ def test_communication_hooks_get_the_local_gradients(rank, size, hook):
 
     def noting(state, bucket):
         seen.extend(
-            tuple(param.shape) == tuple(grad.shape) for param, grad in zip(bucket.parameters(), bucket.gradients())
+            tuple(param.shape) == tuple(grad.shape)
+            for param, grad in zip(bucket.parameters(), bucket.gradients(), strict=True)
         )
         return hook(state, bucket)
 

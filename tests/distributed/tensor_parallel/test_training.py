@@ -32,8 +32,8 @@ def train_beside_one_process(rank, size, kind, face, windows=1, steps=5, foreach
     options = {"lr": 1e-2, "foreach": foreach}
     plain = [param for param in net.parameters() if not isinstance(param, DTensor)]
     divided = [param for param in net.parameters() if isinstance(param, DTensor)]
-    groups = [group for group in (plain, divided) if group] if foreach else [list(net.parameters())]
-    optimizers = [torch.optim.AdamW(group, **options) for group in groups]
+    groups = [{"params": plain}, {"params": divided}] if foreach else list(net.parameters())
+    optimizer = torch.optim.AdamW(groups, **options)
     reference = torch.optim.AdamW(alone.parameters(), **options)
     for step in range(steps):
         for micro in range(windows):
@@ -49,9 +49,9 @@ def train_beside_one_process(rank, size, kind, face, windows=1, steps=5, foreach
             expected = alone.get_parameter(name).grad
             # The sums over the parts of a product have another order.
             torch.testing.assert_close(whole(param.grad), expected, rtol=1e-4, atol=1e-6, msg=f"{step}: {name}")
-        for optimizer in (*optimizers, reference):
-            optimizer.step()
-            optimizer.zero_grad()
+        for one in (optimizer, reference):
+            one.step()
+            one.zero_grad()
     for name, value in net.state_dict().items():
         torch.testing.assert_close(whole(value), alone.state_dict()[name], rtol=1e-3, atol=1e-4, msg=name)
 
