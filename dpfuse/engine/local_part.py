@@ -64,6 +64,11 @@ class LocalPart(nn.Parameter):
         grad = self.whole.grad
         if grad is None:
             return None
+        if not is_divided(grad):
+            raise TypeError(
+                f"the gradient of a DTensor of shape {tuple(self.whole.shape)} is a {type(grad).__name__} of shape "
+                f"{tuple(grad.shape)}, expected a DTensor. Assign a DTensor with the placements of the parameter."
+            )
         local: Tensor = local_tensor_of(grad)
         if type(local) is Tensor and grad.placements == self.whole.placements:
             return local
@@ -74,10 +79,8 @@ class LocalPart(nn.Parameter):
 
     @grad.setter
     def grad(self, local: Tensor | None) -> None:
-        if local is not None and (local.shape != self.shape or local.dtype != self.whole.dtype):
-            raise RuntimeError(
-                f"the gradient is {local.dtype} {tuple(local.shape)}, expected {self.whole.dtype} {tuple(self.shape)}"
-            )
+        if local is not None and local.shape != self.shape:  # torch compares all but the local shape
+            raise RuntimeError(f"the local gradient has shape {tuple(local.shape)}, expected {tuple(self.shape)}")
         self.whole.grad = None if local is None else dtensor_of(local, self.whole)
 
     @property

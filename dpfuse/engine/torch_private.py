@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
@@ -343,7 +344,10 @@ def dtensor_of(local: Tensor, like: Any) -> Any:
 
     `DTensor.from_local` would hold a view, which is another tensor.
     """
-    return type(like)(local, like._spec, requires_grad=False)
+    spec = like._spec
+    if local.dtype != like.dtype:
+        spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
+    return type(like)(local, spec, requires_grad=False)
 
 
 def on_device(

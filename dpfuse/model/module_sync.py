@@ -13,12 +13,11 @@ from torch import Tensor, nn
 from dpfuse.comm import votes
 from dpfuse.comm.completion import let_threads_finish_at_exit
 from dpfuse.comm.waiting import LOSS, board_of
-from dpfuse.engine.bucket_set import names_of
 from dpfuse.engine.exchanges.comm_hook import CommHook
 from dpfuse.engine.feature import Feature
 from dpfuse.engine.feeds.accumulating import refuse_accumulated
 from dpfuse.engine.listening import Wrap
-from dpfuse.engine.local_part import LocalPart
+from dpfuse.engine.local_part import is_divided
 from dpfuse.engine.optimizer_step_hook import call_after_steps, call_before_steps
 from dpfuse.engine.plan import BucketPlan
 from dpfuse.engine.reducer import ABANDONED, IDLE
@@ -134,6 +133,7 @@ class ModuleSync:
         self.options = options
         self._module = module
         self._dividing: Dividing | None = None
+        self._divided: tuple[Sequence[Any], str] = (), ""  # a name, and for which planned parameters it was looked for
         self._failed: tuple[FailedBatch, int] | None = None  # of the last forward, if it raised, and its window
         self._tried: FailedBatch | None = None  # whose data the running forward tries once more
         buffers = BufferSync(module, options.ignored, group, agreed_buffers)
@@ -460,9 +460,13 @@ class ModuleSync:
 
     @property
     def divided(self) -> str:
-        """The name of a planned parameter that is a DTensor; empty if there is none."""
-        pairs = zip(names_of(self.grads.plan), self.grads.params, strict=True)
-        return next((name for name, param in pairs if type(param) is LocalPart), "")
+        """The name of a parameter that is a DTensor; empty if there is none. Looked for where the plan changes."""
+        planned, name = self._divided
+        if planned is not self.grads.params:
+            named = self._module.named_parameters()
+            planned, name = self.grads.params, next((name for name, param in named if is_divided(param)), "")
+            self._divided = planned, name
+        return name
 
     def divide(self, dividing: Dividing) -> None:
         """Let each rank receive only its part of the averaged gradients, from the next backward on."""

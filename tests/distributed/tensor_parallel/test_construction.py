@@ -113,3 +113,57 @@ def test_values_of_a_parameter_that_are_moved_are_followed(rank, size):
         loss_of(model, words).backward()
     assert net.up.weight.grad.dtype is torch.float64
     assert torch.equal(local(net.up.weight.grad), local(expected.up.weight.grad))
+
+
+@pytest.mark.ranks(size=4)
+def test_a_parameter_is_frozen_and_unfrozen(rank, size):
+    mesh = mesh_of_four()
+    net = made(Tied, mesh["tp"])
+    model = FACES["DistributedDataParallel"](net, mesh)
+    words = words_of(mesh.get_local_rank("dp"), 0)
+    loss_of(model, words).backward()
+    expected = local(net.up.weight.grad).clone()
+    for frozen in (True, True, False, False):
+        model.zero_grad()
+        net.up.weight.requires_grad_(not frozen)
+        loss_of(model, words).backward()
+        assert (net.up.weight.grad is None) is frozen
+    torch.testing.assert_close(local(net.up.weight.grad), expected, rtol=0, atol=0)
+
+
+@pytest.mark.ranks(size=4)
+def test_a_layer_that_is_divided_after_wrapping_is_followed(rank, size):
+    mesh = mesh_of_four()
+    net, expected = made(Tied), made(Tied, mesh["tp"])
+    models = [FACES["DataParallel"](each, mesh) for each in (net, expected)]
+    words = words_of(mesh.get_local_rank("dp"), 0)
+    for model in models:
+        loss_of(model, words).backward()
+    net.divide(mesh["tp"])
+    for model in models:
+        model.zero_grad()
+        loss_of(model, words).backward()
+    for name, param in net.named_parameters():
+        assert torch.equal(local(param.grad), local(expected.get_parameter(name).grad)), name
+
+
+@pytest.mark.ranks(size=4)
+def test_a_gradient_that_is_no_dtensor_is_an_error_on_all_ranks(rank, size):
+    mesh = mesh_of_four()
+    net = made(Tied, mesh["tp"])
+    model = FACES["DataParallel"](net, mesh)
+    net.up.weight.grad = torch.zeros(16, 8)
+    with pytest.raises((RuntimeError, TypeError), match=r"mixed|of a DTensor of shape"):
+        loss_of(model, words_of(0, 0)).backward()
+
+
+@pytest.mark.ranks(size=4)
+def test_parts_of_a_divided_module_are_replicated_before_the_whole(rank, size):
+    mesh = mesh_of_four()
+    net, expected = made(Tied, mesh["tp"]), made(Tied, mesh["tp"])
+    dpfuse.replicate(net.up, mesh=mesh["dp"])
+    models = [dpfuse.replicate(each, mesh=mesh["dp"]) for each in (net, expected)]
+    for model in models:
+        loss_of(model, words_of(mesh.get_local_rank("dp"), 0)).backward()
+    for name, param in net.named_parameters():
+        assert torch.equal(local(param.grad), local(expected.get_parameter(name).grad)), name
