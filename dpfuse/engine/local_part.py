@@ -94,6 +94,12 @@ class LocalPart(nn.Parameter):
         return bool(self.whole.is_leaf)
 
     @property
+    def grad_dtype(self) -> torch.dtype | None:  # type: ignore[override]
+        """As that of the DTensor."""
+        dtype: torch.dtype | None = self.whole.grad_dtype
+        return dtype
+
+    @property
     def _backward_hooks(self) -> Any:  # type: ignore[override]
         return self.whole._backward_hooks
 

@@ -62,10 +62,13 @@ WORKING = {
     "strict": ({"check": "strict", "check_loop": "raise", "check_weights": "raise"}, {}),
     "small buckets": ({"bucket_cap_mb": 1e-4}, {}),
 }
+OFTEN = ("deterministic", "16-bit wire", "views", "strict")
 
 
 @pytest.mark.ranks(size=4)
-@pytest.mark.parametrize("name", WORKING)
+@pytest.mark.parametrize(
+    "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in WORKING]
+)
 def test_options_that_work(rank, size, name):
     options, tolerance = WORKING[name]
     model, net, mesh = wrapped(Sequence, **options)
@@ -216,7 +219,7 @@ def test_torch_saves_and_loads_in_parts(rank, size):
 
 
 @pytest.mark.ranks(size=4)
-@pytest.mark.parametrize("drifts", [True, False])
+@pytest.mark.parametrize("drifts", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_weights_are_compared_between_the_replicas(rank, size, drifts):
     model, net, mesh = wrapped()
     optimizer = torch.optim.SGD(net.parameters(), 0.1, foreach=False)

@@ -61,16 +61,16 @@ def test_a_divided_layer_trains_on_each_face(ranks, face):
     ranks(train_beside_one_process, Tied, face, size=4)
 
 
-@pytest.mark.parametrize("kind", [Sequence, Everything, Transformer])
+@pytest.mark.parametrize("kind", [Sequence, Everything, pytest.param(Transformer, marks=pytest.mark.slow)])
 def test_each_kind_of_division_trains(ranks, kind):
     ranks(train_beside_one_process, kind, "DistributedDataParallel", size=4)
 
 
-@pytest.mark.parametrize("kind", [Sequence, Everything])
+@pytest.mark.parametrize("kind", [Sequence, pytest.param(Everything, marks=pytest.mark.slow)])
 def test_gradients_accumulate_in_windows(ranks, kind):
     ranks(train_beside_one_process, kind, "DataParallel", 3, size=4)
 
 
-@pytest.mark.parametrize("face", ["DataParallel", "views"])
+@pytest.mark.parametrize("face", ["DataParallel", pytest.param("views", marks=pytest.mark.slow)])
 def test_an_optimizer_with_foreach_takes_each_kind_of_parameter(ranks, face):
     ranks(train_beside_one_process, Sequence, face, 1, 5, True, size=4)
