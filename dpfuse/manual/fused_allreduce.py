@@ -81,7 +81,7 @@ def fused_allreduce_gradients(
         wire_reduce: how they are added up there, as for `DataParallel`.
 
     Raises:
-        TypeError: `parameter_list` is not iterable or holds something else than tensors; a gradient is
+        TypeError: `parameter_list` is not iterable or holds something else than plain tensors; a gradient is
             sparse or of a dtype that cannot be averaged; `scale` is not a number, `deterministic` no bool.
         ValueError: `scale` is not finite; `bucket_size` is negative; `wire_dtype` or `wire_reduce` cannot be used.
         DPFuseError: the ranks hold different sets of gradients, or the call failed on another rank, or
