@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpfuse.engine.torch_private import dtensor_of, leave_untraced, local_tensor_of
+from dpfuse.engine.torch_private import UNSHARED, dtensor_of, holders_of, leave_untraced, local_tensor_of
 
 __all__ = ["LocalPart", "is_divided", "leaf_of", "local_of"]
 
@@ -48,11 +48,16 @@ class LocalPart(nn.Parameter):
         """Return a hook for the DTensor that calls `hook` with this part.
 
         A gradient may have other placements than its parameter, such as sums that are not added up yet. They are
-        changed here, with collectives of the tensor-parallel ranks, which all have this backward at this place.
+        changed here, with collectives of the tensor-parallel ranks, which all have this backward at this place. And a
+        new one may share memory with other gradients, since torch only sees that the DTensors are not the same: it
+        gets memory of its own, into which the mean is written.
         """
 
         def call(_whole: Any) -> None:
-            _ = self.grad
+            grad = self.grad
+            is_new = grad is not None and grad._version == 0 and not self.whole.grad.requires_grad
+            if grad is not None and is_new and holders_of(grad.untyped_storage()) > UNSHARED[1]:
+                self.grad = grad.clone()
             hook(self)
 
         leave_untraced(call, calls=True)

@@ -167,3 +167,31 @@ def test_parts_of_a_divided_module_are_replicated_before_the_whole(rank, size):
         loss_of(model, words_of(mesh.get_local_rank("dp"), 0)).backward()
     for name, param in net.named_parameters():
         assert torch.equal(local(param.grad), local(expected.get_parameter(name).grad)), name
+
+
+class Sum(nn.Module):
+    """Two parameters whose gradients torch keeps in the same memory, that of the gradient of the input."""
+
+    def __init__(self, mesh):
+        super().__init__()
+        self.left, self.right = (nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Replicate()])) for _ in range(2))
+
+    def forward(self, x):
+        return (self.left.to_local() + self.right.to_local() + x).square()
+
+
+@pytest.mark.ranks(size=4)
+@pytest.mark.parametrize("face", ["DistributedDataParallel", "views"])
+def test_gradients_that_share_memory_get_their_own(rank, size, face):
+    mesh = mesh_of_four()
+    net, replica = Sum(mesh["tp"]), mesh.get_local_rank("dp")
+    model = FACES[face](net, mesh)
+    x = torch.full((4,), float(replica), requires_grad=True)
+    for _ in range(3):
+        model.zero_grad()
+        x.grad = None
+        model(x).sum().backward()
+        assert torch.equal(x.grad, torch.full((4,), 4.0 + 2.0 * replica))
+        assert torch.equal(local(net.left.grad), torch.full((4,), 5.0))
+        torch.testing.assert_close(model.clip_grad_norm_(1.0).item(), 5.0 * 8**0.5)
+        torch.testing.assert_close(local(net.right.grad), torch.full((4,), 8**-0.5))
