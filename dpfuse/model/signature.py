@@ -134,7 +134,10 @@ class ModelSignature:
             return False
         self.moved = True
         now.addresses[:] = _addresses(now.samples)
-        now.locals[:] = _addresses_inside(now.divided)
+        inside = _addresses_inside(now.divided)
+        if inside != now.locals:
+            now.locals[:] = inside
+            self.looks += 1  # what has the local tensors looks again
         return True
 
     def has_frozen(self) -> bool:
