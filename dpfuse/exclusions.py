@@ -36,6 +36,7 @@ OF_WHOLE = ("grad_norm_in_backward", "metrics", "ShardedOptimizer", "wire of ano
 OF_STEPS = ("GradScaler", "accumulate_in_buckets", "find_unused_parameters")
 PART = "each rank has only a part of the gradients"
 LEAVE_ONE = "Leave out one of the two."
+BESIDE_DTENSORS = ("accumulate_in_buckets", "check_finite raises", "grad_norm_in_backward", "metrics")
 EXCLUSIONS = (
     Exclusion(
         "wire",
@@ -75,6 +76,12 @@ EXCLUSIONS = (
     ),
     Exclusion("ShardedOptimizer", OF_WHOLE, PART, LEAVE_ONE),
     Exclusion("step_in_backward", OF_STEPS, "parameters are updated before backward has ended", LEAVE_ONE),
+    Exclusion(
+        "DTensor",
+        (*BESIDE_DTENSORS, "autotune", "GradScaler", "ShardedOptimizer", "mixed_precision"),
+        "what it finds would differ between the ranks that have parts of one parameter",
+        "Leave out one of the two. docs/guide/tensor_parallel.md lists what works beside DTensors.",
+    ),
     Exclusion(
         "join",
         ("ShardedOptimizer",),

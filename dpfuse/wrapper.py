@@ -27,6 +27,8 @@ from dpfuse.engine.reducer import Reducer
 from dpfuse.engine.torch_private import leave_untraced, set_tracer
 from dpfuse.engine.user_line import warn_at_user
 from dpfuse.errors import DPFuseError
+from dpfuse.exclusions import refuse
+from dpfuse.gradients.divided_norm import DividedGradients
 from dpfuse.gradients.error_feedback import ErrorFeedback
 from dpfuse.gradients.loss_scaling import LossScale
 from dpfuse.gradients.norm import Gradients, norm_arguments, norms_by_bucket, norms_by_parameter
@@ -428,12 +430,11 @@ class SyncedModule(nn.Module):
 
         Returns:
             A scalar on the device of the gradients, float64 where some gradient is, else float32. Nothing has
-            waited for it.
+            waited for it. Where parameters are DTensors, it is that of the whole model, and all ranks must ask for it.
 
         Raises:
             TypeError, ValueError: an argument that is no such number.
-            DPFuseError: the norm is not finite and that is an error; a backward is running; a parameter is a
-                tensor-parallel shard.
+            DPFuseError: the norm is not finite and that is an error; a backward is running.
 
         Example:
             >>> import dpfuse, torch
@@ -514,8 +515,11 @@ class SyncedModule(nn.Module):
         _, order = norm_arguments(0.0, norm_type)
         if by not in ("parameter", "bucket"):
             raise ValueError(f"by must be 'parameter' or 'bucket', got {by!r}")
-        self._gradients()  # can they be read now?
-        norms = norms_by_parameter(self.module.named_parameters(), order)
+        found = self._gradients()  # can they be read now?
+        if isinstance(found, DividedGradients):
+            norms = found.norms(order)
+        else:
+            norms = norms_by_parameter(self.module.named_parameters(), order)
         if by == "parameter":
             return norms
         plan = self.bucket_plan
@@ -680,6 +684,7 @@ def loss_scale_of(model: SyncedModule) -> LossScale | None:
     sync = model._sync
     if sync is None:
         return None
+    refuse("GradScaler", f"rank {sync.grads.group.rank()}: a GradScaler was made with", sync.in_use)
     sync.attach_factors()
     return sync.factors.loss_scale
 

@@ -27,6 +27,7 @@ from dpfuse.checkpoint.training_state import (
     bare_module,
     check_fit,
     optimizer_class,
+    refuse_divided,
     sampler_state,
     set_sampler_state,
 )
@@ -91,7 +92,7 @@ def save_checkpoint(
 
     Raises:
         ValueError, TypeError: an argument is wrong; an entry cannot be loaded with `weights_only=True`; the folder
-            has a later step.
+            has a later step; a parameter or buffer is a DTensor.
         DPFuseError: saving failed on another rank, or the disk reported an error. The text is the same on every rank.
             Earlier checkpoints are not changed.
 
@@ -112,6 +113,7 @@ def save_checkpoint(
         warn_at_user(WeightsWarning(tell_known(sync.grads.group.rank(), known), CODE))
 
     def own_part() -> tuple[int, bytes]:
+        refuse_divided(model, what)
         number = _integer("step", step, 0)
         if keep is not None:
             _integer("keep", keep, 1)
@@ -173,7 +175,8 @@ def load_checkpoint(
 
     Raises:
         FileNotFoundError: `path` names a file that does not exist.
-        ValueError, TypeError: the file does not fit the model, the optimizer or the sampler; nothing was loaded.
+        ValueError, TypeError: the file does not fit the model, the optimizer or the sampler, or a parameter or buffer
+            is a DTensor; nothing was loaded.
         DPFuseError: loading failed on another rank, or every checkpoint is damaged. The text is the same on every rank.
 
     Example:
@@ -188,6 +191,7 @@ def load_checkpoint(
     with_random = optimizer is not None if random_state is None else random_state
 
     def find() -> tuple[Path, dict[str, Any]] | None:
+        refuse_divided(model, what)
         if group is not None and group.rank() != 0:
             return None
         place = Path(path)

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel as TorchDataParallel
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
+from dpfuse.engine.local_part import is_divided
 from dpfuse.wrapper import SyncedModule
 
-__all__ = ["Stateful", "bare_module", "check_fit", "sampler_state", "set_sampler_state"]
+__all__ = ["Stateful", "bare_module", "check_fit", "refuse_divided", "sampler_state", "set_sampler_state"]
 
 
 class Stateful(Protocol):
@@ -31,6 +32,16 @@ def bare_module(model: nn.Module) -> nn.Module:
             model = compiled  # the module inside torch.compile's
         else:
             return model
+
+
+def refuse_divided(model: nn.Module, what: str) -> None:
+    """Raise TypeError where a parameter or buffer is a DTensor, of which one file of one rank has only a part."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_divided(tensor):
+            raise TypeError(
+                f"{what} was called with a model whose {name!r} is a DTensor, expected plain tensors: rank 0 has only "
+                "a part of it, and writes one file. Use torch.distributed.checkpoint."
+            )
 
 
 def sampler_state(sampler: Any) -> dict[str, Any] | None:

@@ -21,7 +21,6 @@ from dpfuse.ddp.placement import (
     device_index,
     group_of,
     refuse_sync_batch_norm_on_cpu,
-    shard_as_tensor_parallel,
     single_device,
 )
 from dpfuse.ddp.torch_buckets import BucketSizes, rule_of
@@ -135,7 +134,6 @@ class DistributedDataParallel(TorchHooks, Joinable):
                 raise TypeError(f"module must be a torch.nn.Module, got {got}; pass the model instance")
             if device_mesh is not None:
                 self.device_mesh = device_mesh
-                shard_as_tensor_parallel(module, device_mesh)
             ignored, params = _split_parameters(module)
             sizes = BucketSizes.of(bucket_cap_mb, bucket_cap_mb_list)
             rule = rule_of(sizes, module, delay_all_reduce_named_params, param_to_hook_all_reduce)

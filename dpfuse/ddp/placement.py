@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from dpfuse.comm.collective import resolve_group
 
-__all__ = ["device_index", "group_of", "refuse_sync_batch_norm_on_cpu", "shard_as_tensor_parallel", "single_device"]
+__all__ = ["device_index", "group_of", "refuse_sync_batch_norm_on_cpu", "single_device"]
 
 
 def device_index(device: int | str | torch.device) -> int:
@@ -105,11 +105,3 @@ def group_of(process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh | 
             "torch.distributed.init_process_group() before wrapping"
         )
     return group
-
-
-def shard_as_tensor_parallel(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Where the mesh is a slice, the module's parameters are DTensors of another slice; torch knows what to do."""
-    if mesh._get_root_mesh() != mesh:
-        from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
-
-        _pre_dp_module_transform(module)

@@ -150,7 +150,7 @@ def replicate(
         (tensor([3., 3.]), ['weight', 'bias'], 'ReplicatedLinear')
         >>> dist.destroy_process_group()
 
-    Source: torch's `replicate` of FSDP2, whose parameters become DTensors. Here they stay plain ones.
+    Source: torch's `replicate` of FSDP2, whose parameters become DTensors. Here they stay what they were.
     """
     group = group_of(options.get("process_group"), mesh)
     try:

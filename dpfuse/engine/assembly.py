@@ -25,6 +25,7 @@ from dpfuse.engine.feature import Feature
 from dpfuse.engine.feeds.accumulating import Accumulating
 from dpfuse.engine.feeds.at_once import AtOnce
 from dpfuse.engine.feeds.eager import Eager
+from dpfuse.engine.local_part import LocalPart
 from dpfuse.engine.param_spec import ITEM_SIZE
 from dpfuse.engine.plan import MB, Bucket, BucketPlan
 from dpfuse.engine.protocols import Delivery, Exchange, Feed
@@ -143,6 +144,8 @@ class _Making:
     def _is_renewed(self, bucket: Bucket) -> bool:
         """Whether private gradients of this bucket lie in its buffer, which gets new memory while one is held."""
         assembly = self.assembly
+        if any(type(self.params[index]) is LocalPart for index in bucket.params):
+            return False  # a program holds DTensors, and references to what is inside of them are not counted
         private = not assembly.settings.views and assembly.hook is None and not assembly.settings.accumulates
         usual = assembly.overlaps and not assembly.settings.registered and COUNTS_REFERENCES
         on_cpu = self.side is None and torch.device(bucket.device).type == "cpu"

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from dpfuse.engine.containers import tensors_in
+from dpfuse.engine.local_part import LocalPart, leaf_of
 from dpfuse.engine.ready import ReadyHook
 from dpfuse.engine.torch_private import EndOfCompiledBackward, compiled_backward, leave_untraced, put_hook
 from dpfuse.errors import DPFuseError
@@ -49,16 +50,17 @@ class ReadyHooks:
     def __init__(self, alone: bool, decorate: Callable[[int, ReadyHook], ReadyHook]) -> None:
         self.alone = alone
         self._decorate = decorate
-        self._params: Sequence[Tensor] = ()
+        self._planned: Sequence[Tensor] = ()
+        self._params: Sequence[Tensor] = ()  # the leaves of the planned ones
         self._handles: dict[int, RemovableHandle] = {}  # by id of the parameter, which `_params` keeps alive
         _all_hooks.add(self)
 
     def put_on(self, params: Sequence[Tensor]) -> None:
         """Use these parameters from now on: `install` puts hooks on them. Remove the hooks of other parameters."""
-        kept = set(map(id, params))
+        self._planned, self._params = params, list(map(leaf_of, params))
+        kept = set(map(id, self._params))
         for key in [key for key in self._handles if key not in kept]:
             self._handles.pop(key).remove()
-        self._params = params
         self.restore()
 
     def restore(self) -> None:
@@ -73,7 +75,9 @@ class ReadyHooks:
         if not self._params:
             return
         for index, hook in hooks.items():
-            param, hook = self._params[index], self._decorate(index, hook)
+            param, planned, hook = self._params[index], self._planned[index], self._decorate(index, hook)
+            if type(planned) is LocalPart:
+                hook = planned.calling(hook)
             handle = self._handles.get(id(param))
             installed = None if handle is None else handle.hooks_dict_ref()
             if handle is None or installed is None or handle.id not in installed:
@@ -86,7 +90,7 @@ class ReadyHooks:
         for handle in self._handles.values():
             handle.remove()
         self._handles = {}
-        self._params = ()
+        self._planned = self._params = ()
 
     def is_on(self, param: Tensor) -> bool:
         """Whether one of these hooks is on `param`."""
@@ -138,7 +142,8 @@ def unreached(params: Sequence[Tensor]) -> list[Tensor]:
     # Nodes are not kept: a node belongs to a stream and keeps its parameter from being swapped, and a parameter that
     # was converted has another one.
     with torch.enable_grad():
-        joined = _leaves(*trainable) if trainable else None  # in torch 2.11 nothing else keeps its node alive
+        # In torch 2.11 nothing else keeps its node alive.
+        joined = _leaves(*map(leaf_of, trainable)) if trainable else None
     nodes = [] if joined is None else [node for node, _ in joined.grad_fn.next_functions]
     try:
         answers = list(map(torch._C._will_engine_execute_node, nodes))

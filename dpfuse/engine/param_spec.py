@@ -120,8 +120,9 @@ def grad_dtype_of(parameter: Any) -> Any:
 
 def _describe(name: str, parameter: Any, sparse: bool) -> ParamSpec:
     try:
+        shape = getattr(parameter, "_local_tensor", parameter).shape  # of a DTensor, what this rank has of it
         dtype = str(grad_dtype_of(parameter) or parameter.dtype)
-        return ParamSpec(name, tuple(parameter.shape), dtype, str(parameter.device), sparse)
+        return ParamSpec(name, tuple(shape), dtype, str(parameter.device), sparse)
     except AttributeError:
         raise TypeError(
             f"{name} is a {type(parameter).__name__}; expected a parameter or a ParamSpec. Or pass the model itself."

@@ -19,6 +19,7 @@ from dpfuse.engine.bucket import FLIGHT, FREE, LANDED, GradBucket
 from dpfuse.engine.bucket_set import BucketSet
 from dpfuse.engine.feature import Feature
 from dpfuse.engine.feeds.accumulating import Accumulating, Accumulation
+from dpfuse.engine.local_part import leaf_of
 from dpfuse.engine.optimizer_step_hook import call_before_steps
 from dpfuse.engine.ready import ReadyHook, ReadyList
 from dpfuse.engine.report import ALL_WELL, Outcome, Reading, Report
@@ -365,7 +366,7 @@ class Reducer:
         entries = self._in_use.entries()
         if entries and not backward_runs():
             wanted = {id(param) for group in optimizer.param_groups for param in group["params"]}
-            self._refuse(param for param in entries if id(param) in wanted)
+            self._refuse(param for param in entries if id(leaf_of(param)) in wanted)
 
     def _refuse(self, found: Iterable[Tensor]) -> None:
         """Forget these ready gradients.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
@@ -26,10 +27,12 @@ __all__ = [
     "TensorMark",
     "are_private",
     "compiled_backward",
+    "dtensor_of",
     "has_hooks_of_others",
     "holders_of",
     "is_private",
     "leave_untraced",
+    "local_tensor_of",
     "no_graph",
     "on_device",
     "owners_and_holders",
@@ -328,6 +331,23 @@ _owners: Callable[[Tensor], int] = getattr(Tensor, "_use_count", lambda _tensor:
 UNSHARED = _counts_unshared() if hasattr(Tensor, "_use_count") else (1, 2)  # of a tensor that only names refer to
 _REFERENCES = _references_of_one()  # of a gradient that only its parameter has; versions of torch count differently
 COUNTS_REFERENCES = _REFERENCES is not None
+
+
+def local_tensor_of(tensor: Any) -> Tensor:
+    """Return what a DTensor holds on this rank, itself: `to_local()` returns a view of it."""
+    local: Tensor = tensor._local_tensor
+    return local
+
+
+def dtensor_of(local: Tensor, like: Any) -> Any:
+    """Return a DTensor that holds `local` itself, with the mesh, placements, shape and strides of the DTensor `like`.
+
+    `DTensor.from_local` would hold a view, which is another tensor.
+    """
+    spec = like._spec
+    if local.dtype != like.dtype:
+        spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
+    return type(like)(local, spec, requires_grad=False)
 
 
 def on_device(

@@ -239,21 +239,18 @@ class GradientReader:
         self._others: list[nn.Parameter] = []  # parameters that no bucket has; all, where buckets have removed ones
         self._reads_buckets = True  # whether all parameters that they have are still in the module
 
-    def read(self, reducer: Reducer, names: Sequence[str], planned: Sequence[nn.Parameter]) -> Gradients:
+    def read(self, reducer: Reducer) -> Gradients:
         """Return all gradients as they are now. If the module has changed since the last forward, no buffer is read.
 
         Args:
             reducer: has the buckets.
-            names: of the parameters that were planned.
-            planned: those parameters.
 
         Raises:
-            DPFuseError: a backward is running, or was interrupted; a parameter is a shard of a larger one.
+            DPFuseError: a backward is running, or was interrupted.
         """
         refuse_running(reducer, self._rank)
         unchanged = self._signature.unchanged()
         if not unchanged or self._looks != self._signature.looks:
-            _refuse_shards(names, planned)
             params = list(self._module.parameters())
             if not unchanged:
                 return Gradients((), params)
@@ -277,18 +274,6 @@ def refuse_running(reducer: Reducer, rank: int) -> None:
             f"rank {rank}: the norm of the gradients was asked for while a backward is {reducer.phase.name}, expected "
             "it between backwards. Ask once backward() has returned."
         )
-
-
-def _refuse_shards(names: Sequence[str], params: Sequence[nn.Parameter]) -> None:
-    """Raises DPFuseError where a parameter is a part of a tensor whose other parts are on other ranks."""
-    for name, param in zip(names, params, strict=True):
-        # A DTensor, or what torch took out of one when it was wrapped.
-        if hasattr(param, "to_local") or hasattr(param, "_st_info"):
-            raise DPFuseError(
-                f"parameter {name!r} is one shard of a tensor-parallel DTensor, and the norm of the whole is not known "
-                "on this rank; expected whole parameters. Add up squared norms over the tensor-parallel group, and "
-                "clip with torch.nn.utils.clip_grads_with_norm_."
-            )
 
 
 def norm_arguments(max_norm: Any, norm_type: Any) -> tuple[float, float]:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from dpfuse.engine.bucket_set import names_of
 from dpfuse.engine.comm_buffer import CommBuffer
 from dpfuse.engine.feature import Feature
+from dpfuse.engine.local_part import leaf_of
 from dpfuse.engine.optimizer_step_hook import call_after_steps, call_before_steps
 from dpfuse.engine.plan import Bucket, BucketPlan
 from dpfuse.engine.protocols import PackArguments, PackStep
@@ -101,7 +102,7 @@ class LoopCheck(Feature):
 
     def thawed(self, params: Sequence[Tensor]) -> None:
         """As `Feature.thawed`."""
-        if self._never_stepped is not None and self._never_stepped.misses(params):
+        if self._never_stepped is not None and self._never_stepped.misses(map(leaf_of, params)):
             self._look_at_rest()
 
     def _look_at_rest(self) -> None:
@@ -264,10 +265,10 @@ class LoopCheck(Feature):
         grads = self._grads()
 
         def params() -> dict[str, Tensor]:
-            return dict(zip(names_of(grads.plan), grads.params, strict=True))
+            return dict(zip(names_of(grads.plan), map(leaf_of, grads.params), strict=True))
 
         def hooked() -> bool:
-            return any(map(has_hooks_of_others, grads.params))
+            return any(map(has_hooks_of_others, map(leaf_of, grads.params)))
 
         observers, on_gpu = grads.listening.observers, grads.params[0].is_cuda
         self._model = model = Model(params, hooked, self._rank, observers, self._times, self._made, on_gpu=on_gpu)

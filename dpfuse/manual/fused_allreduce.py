@@ -23,6 +23,7 @@ from dpfuse.engine.averaging import Wire, averaging_for
 from dpfuse.engine.bucket import FLIGHT, GradBucket, Surroundings
 from dpfuse.engine.comm_buffer import dense_stride
 from dpfuse.engine.feeds.accumulating import refuse_accumulated
+from dpfuse.engine.local_part import is_divided
 from dpfuse.engine.param_spec import ParamSpec
 from dpfuse.engine.plan import MB
 from dpfuse.engine.report import Outcome, Reading, Report
@@ -80,7 +81,7 @@ def fused_allreduce_gradients(
         wire_reduce: how they are added up there, as for `DataParallel`.
 
     Raises:
-        TypeError: `parameter_list` is not iterable or holds something else than tensors; a gradient is
+        TypeError: `parameter_list` is not iterable or holds something else than plain tensors; a gradient is
             sparse or of a dtype that cannot be averaged; `scale` is not a number, `deterministic` no bool.
         ValueError: `scale` is not finite; `bucket_size` is negative; `wire_dtype` or `wire_reduce` cannot be used.
         DPFuseError: the ranks hold different sets of gradients, or the call failed on another rank, or
@@ -429,6 +430,11 @@ def _gradients_of(parameter_list: Any, options: _Options) -> _Prepared:
         if not isinstance(param, Tensor):
             raise TypeError(
                 f"parameter_list[{index}] is a {type(param).__name__}; expected a parameter; pass model.parameters()"
+            )
+        if is_divided(param):
+            raise TypeError(
+                f"parameter_list[{index}] of shape {tuple(param.shape)} is a DTensor, of which each rank may have "
+                "another part; expected plain parameters. Wrap the model, or pass local tensors that have a .grad."
             )
         grad = param.grad
         if id(param) in params or not param.requires_grad or grad is None:

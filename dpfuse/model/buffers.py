@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from dpfuse.comm import collective, votes
 from dpfuse.comm.flat_broadcast import FlatBroadcast
+from dpfuse.engine.local_part import local_of
 from dpfuse.model.buffer_writer import BufferWriter
 
 __all__ = ["BufferKind", "BufferSync"]
@@ -227,7 +228,7 @@ class BufferSync:
         self._empty = [table for _, table in tables if not table]
         self._held = [*chain.from_iterable(self._places)]
         named = ((f"{prefix}.{key}" if prefix else key, buf) for prefix, table in tables for key, buf in table.items())
-        self.found = {name: buf for name, buf in named if name not in self._ignored and _can_travel(buf)}
+        self.found = {name: local_of(buf) for name, buf in named if name not in self._ignored and _can_travel(buf)}
         self._travelling = list(self.found.values())
         self._traits = _traits(self._travelling)
         self._left = [each for each in self._held if isinstance(each, Tensor) and not _can_travel(each)]

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dpfuse.comm import votes
+from dpfuse.engine.local_part import local_of
 
 __all__ = ["ModelChange"]
 
@@ -49,6 +50,6 @@ class ModelChange:
 
 
 def _digest(tensor: Tensor) -> str:
-    """A short hash of the values, the same for the same bits."""
-    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
+    """A short hash of the values, the same for the same bits; of a DTensor, of the part of this rank."""
+    data = local_of(tensor).detach().contiguous().reshape(-1).view(torch.uint8).cpu()
     return hashlib.sha256(data.numpy().data).hexdigest()[:16]

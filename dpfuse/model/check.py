@@ -13,9 +13,11 @@ from torch.nn.parameter import is_lazy
 from dpfuse.comm.abilities import backend_of
 from dpfuse.engine.autograd import hooks_on
 from dpfuse.engine.averaging import averaging_for
+from dpfuse.engine.local_part import leaf_of, local_of
 from dpfuse.engine.param_spec import describe_parameters, grad_dtype_of
 from dpfuse.engine.plan import BucketPlan, plan_buckets
 from dpfuse.engine.user_line import warn_at_user
+from dpfuse.model.divided import check_divided, words_of_division
 from dpfuse.model.plan_file import fitted, given_plan, plan_digest
 from dpfuse.version import __version__
 
@@ -58,8 +60,10 @@ def check_module(
         _check_data(f"parameter {name!r}", param)
     for name, buffer in buffers.items():
         _check_data(f"buffer {name!r}", buffer)
-    trainable = {name: param for name, param in params.items() if param.requires_grad or id(param) in kept}
-    _check_alone({name: param for name, param in trainable.items() if id(param) not in ours}, options)
+    check_divided({**params, **buffers}, options, group)
+    trainable = {name: param for name, param in params.items() if param.requires_grad or id(leaf_of(param)) in kept}
+    leaves = {name: leaf_of(param) for name, param in trainable.items()}
+    _check_alone({name: leaf for name, leaf in leaves.items() if id(leaf) not in ours}, options)
     if not trainable:
         raise ValueError(
             f"{type(module).__name__} has no parameter with requires_grad=True, expected at least one: there is "
@@ -185,9 +189,10 @@ def describe_model(module: nn.Module, plan: BucketPlan, options: SyncOptions) ->
             lines.append(f"parameter {name} is tied to {first[id(param)]}")
             continue
         first[id(param)] = name
-        facts = f"parameter {name} {_facts(param)} requires_grad={param.requires_grad} device={param.device.type}"
+        facts = f"{_facts(local_of(param))} requires_grad={param.requires_grad} device={param.device.type}"
         differs = param.is_leaf and grad_dtype_of(param) != param.dtype
-        lines.append(f"{facts} grad_dtype={grad_dtype_of(param)}" if differs else facts)
+        grad_dtype = f" grad_dtype={grad_dtype_of(param)}" if differs else ""
+        lines.append(f"parameter {name} {facts}{grad_dtype}{words_of_division(param)}")
     return lines
 
 
@@ -207,9 +212,9 @@ def describe_buffers(module: nn.Module, options: SyncOptions, *, saved: bool) ->
 
 
 def tensors_of(module: nn.Module, options: SyncOptions) -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:
-    """Parameters and buffers by name, without those to ignore."""
-    params = {name: param for name, param in module.named_parameters() if name not in options.ignored}
-    return params, {name: buffer for name, buffer in module.named_buffers() if name not in options.ignored}
+    """Parameters and buffers by name, without those to ignore; of a DTensor the part of this rank."""
+    params = {name: local_of(param) for name, param in module.named_parameters() if name not in options.ignored}
+    return params, {name: local_of(buffer) for name, buffer in module.named_buffers() if name not in options.ignored}
 
 
 def _facts(tensor: Tensor) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from torch import nn
 
 from dpfuse.engine.bucket_set import BucketSet, names_of
+from dpfuse.engine.local_part import LocalPart, leaf_of, local_of
 from dpfuse.engine.plan import BucketPlan
 from dpfuse.engine.sync import GradSync
 from dpfuse.engine.window import Window
@@ -85,6 +86,9 @@ class ModuleFollower:
         elif self._signature.moved:
             self._signature.moved = False
             self._grads.listening.hooks.restore()
+            for param in self._grads.params:
+                if type(param) is LocalPart:
+                    param.renew()
         if self.compare_buffers and self._buffers.exist and not self._had_buffers:
             self._had_buffers = True
             self._grads.remake()
@@ -133,7 +137,8 @@ class ModuleFollower:
             )
             return ModelChange([], {}, refusal), None
         try:
-            ours = set(map(id, (*grads.params, *grads.reducer.in_use.params)))  # also of an earlier, pending change
+            in_use = (*grads.params, *grads.reducer.in_use.params)  # also of an earlier, pending change
+            ours = set(map(id, map(leaf_of, in_use)))
             plan = kept or check_module(self._module, self._options, grads.group, ours, self._signature.kept())
             buckets = grads.bucket_set(plan, grads.params if plan is grads.plan else params_of(self._module, plan))
         except Exception as error:  # the peers hear of it when the ranks agree
@@ -165,6 +170,6 @@ class ModuleFollower:
 
 
 def params_of(module: nn.Module, plan: BucketPlan) -> list[nn.Parameter]:
-    """Return the planned parameters, by registration index."""
+    """Return the planned parameters, by registration index; of a DTensor the part of this rank."""
     named = dict(module.named_parameters())
-    return [named[name] for name in names_of(plan)]
+    return [local_of(named[name]) for name in names_of(plan)]

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from dpfuse.comm import votes
 from dpfuse.comm.completion import let_threads_finish_at_exit
 from dpfuse.comm.waiting import LOSS, board_of
-from dpfuse.engine.bucket_set import names_of
 from dpfuse.engine.exchanges.comm_hook import CommHook
 from dpfuse.engine.feature import Feature
 from dpfuse.engine.feeds.accumulating import refuse_accumulated
 from dpfuse.engine.listening import Wrap
+from dpfuse.engine.local_part import is_divided
 from dpfuse.engine.optimizer_step_hook import call_after_steps, call_before_steps
 from dpfuse.engine.param_spec import grad_dtype_of
 from dpfuse.engine.plan import BucketPlan
@@ -27,6 +27,7 @@ from dpfuse.engine.sync import GradSync
 from dpfuse.engine.window import Window
 from dpfuse.errors import DPFuseError
 from dpfuse.exclusions import refuse
+from dpfuse.gradients.divided_norm import DividedGradients
 from dpfuse.gradients.error_feedback import ErrorFeedback
 from dpfuse.gradients.finite import FiniteCheck
 from dpfuse.gradients.loss_scale_and_weight import GradientFactors
@@ -133,6 +134,7 @@ class ModuleSync:
         self.options = options
         self._module = module
         self._dividing: Dividing | None = None
+        self._divided: tuple[Sequence[Any], str] = (), ""  # a name, and for which planned parameters it was looked for
         self._failed: tuple[FailedBatch, int] | None = None  # of the last forward, if it raised, and its window
         self._tried: FailedBatch | None = None  # whose data the running forward tries once more
         buffers = BufferSync(module, options.ignored, group, agreed_buffers)
@@ -367,7 +369,6 @@ class ModuleSync:
         """Have gradients multiplied from the next backward on; a model that never asks for that has no cost of it."""
         if self.factors.attached:
             return
-        refuse("GradScaler", f"rank {self.grads.group.rank()}: a GradScaler was made with", self.in_use)
         if self.grads.reducer.phase is IDLE:  # else once what is in flight is drained
             self.factors.attached = True
             self.grads.add_feature(self.factors)
@@ -459,7 +460,19 @@ class ModuleSync:
             in_use["GradScaler"] = "a GradScaler"
         if self.grads.listening.recorder is not None:
             in_use["autotune"] = "autotune, which records"
+        if self.divided:
+            in_use["DTensor"] = f"the DTensor {self.divided!r} in the model"
         return in_use
+
+    @property
+    def divided(self) -> str:
+        """The name of a parameter that is a DTensor; empty if there is none. Looked for where the plan changes."""
+        planned, name = self._divided
+        if planned is not self.grads.params:
+            named = self._module.named_parameters()
+            planned, name = self.grads.params, next((name for name, param in named if is_divided(param)), "")
+            self._divided = planned, name
+        return name
 
     def divide(self, dividing: Dividing) -> None:
         """Let each rank receive only its part of the averaged gradients, from the next backward on."""
@@ -472,8 +485,11 @@ class ModuleSync:
         if self._dividing is not None:
             refuse_running(grads.reducer, grads.group.rank())
             return self._dividing.gradients()
+        if self.divided:
+            refuse_running(grads.reducer, grads.group.rank())
+            return DividedGradients(self._module.named_parameters())
         refuse_accumulated(grads.params, f"rank {grads.group.rank()}: the norm of the gradients was asked for")
-        return self._reader.read(grads.reducer, names_of(grads.plan), grads.params)
+        return self._reader.read(grads.reducer)
 
     def remove_hooks(self) -> None:
         """Leave the module as if it had never been wrapped."""

@@ -407,6 +407,8 @@ class SyncOptions:
         others = [
             ("find_unused_parameters", self.find_unused_parameters, "find_unused_parameters=True"),
             ("gradient_scale", self.gradient_scale is not None, f"gradient_scale={self.gradient_scale}"),
+            ("check_finite raises", common["check_finite"] == "raise", "check_finite='raise'"),
+            ("mixed_precision", self.forward_dtype is not None, "mixed_precision"),
             ("given plan", not self.follows_rule, "a plan"),
             ("auto", self.autotune, '"auto" as the buffer size'),
             ("bucket rule", self.rule != NO_WISHES, "bucket_cap_mb_list or delay_all_reduce_named_params"),

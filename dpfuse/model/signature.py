@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from dpfuse.engine.local_part import is_divided
 from dpfuse.engine.param_spec import grad_dtype_of
+from dpfuse.engine.torch_private import local_tensor_of
 
 __all__ = ["ModelSignature"]
 
@@ -54,6 +56,8 @@ class _Look(NamedTuple):
     kinds: list[object]  # of these
     samples: Sequence[Tensor]  # those of which the address is compared: it changes where one changes in place
     addresses: list[int]  # of the samples
+    divided: Sequence[Any]  # the DTensors, whose memory is that of another tensor
+    locals: list[int]  # the addresses of these
 
 
 class ModelSignature:
@@ -122,6 +126,7 @@ class ModelSignature:
             and _same(now.tables, now.copies)
             and (not now.delicate or all(map(is_, chain.from_iterable(now.delicate), now.held)))
             and (_addresses(now.samples) == now.addresses or self._only_moved(now))
+            and (not now.divided or _addresses_inside(now.divided) == now.locals or self._only_moved(now))
             and not (now.frozen and any(map(_requires_grad, now.frozen)))
         )
 
@@ -131,6 +136,10 @@ class ModelSignature:
             return False
         self.moved = True
         now.addresses[:] = _addresses(now.samples)
+        inside = _addresses_inside(now.divided)
+        if inside != now.locals:
+            now.locals[:] = inside
+            self.looks += 1  # what has the local tensors looks again
         return True
 
     def has_frozen(self) -> bool:
@@ -205,6 +214,7 @@ class ModelSignature:
         values = [child._parameters.values() for child in children]
         delicate = [each for each in values if any(map(_is_delicate, each))]
         dense = [each.param for each in known.values() if not is_lazy(each.param)]
+        divided = [param for param in dense if is_divided(param)]
         known_ids = set(map(id, dense))
         owned = [[param for param in child.parameters(recurse=False) if id(param) in known_ids] for child in children]
         samples = [param for params in owned for param in (params if len(params) <= FEW else params[:1])]
@@ -222,6 +232,8 @@ class ModelSignature:
             kinds=_kinds(dense),
             samples=samples,
             addresses=_addresses(samples),
+            divided=divided,
+            locals=_addresses_inside(divided),
         )
 
 
@@ -229,6 +241,10 @@ def _addresses(params: Sequence[Tensor]) -> list[int]:
     # A parameter that is still on its way (`dpfuse.sharded`) must not be waited for: its numbers are not read.
     with torch._C.DisableTorchFunctionSubclass():
         return [*map(Tensor.data_ptr, params)]
+
+
+def _addresses_inside(params: Sequence[Any]) -> list[int]:
+    return [local_tensor_of(param).data_ptr() for param in params]
 
 
 def _kinds(params: Sequence[Tensor]) -> list[object]:

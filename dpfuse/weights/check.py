@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from dpfuse.comm import collective
 from dpfuse.engine.comm_buffer import CommBuffer, dense_stride
 from dpfuse.engine.feature import Feature
+from dpfuse.engine.local_part import LocalPart, leaf_of
 from dpfuse.engine.plan import Bucket
 from dpfuse.engine.protocols import PackStep
 from dpfuse.engine.reducer import IDLE, Phase
@@ -266,7 +267,7 @@ class WeightsCheck(Feature):
                     "are divided, wrapped or on another device"
                 )
             self._hashing = Hashing(kept, self._strides, device, self._hold) if kept else None
-            self._ids = set(map(id, kept.values()))
+            self._ids = {id(leaf_of(tensor)) for tensor in kept.values()}
             self._made_for, self._empty = version, 0
             self._equal = {}
             self._owners.clear()
@@ -381,6 +382,6 @@ class WeightsCheck(Feature):
 
 
 def _is_plain(tensor: Tensor, device: torch.device) -> bool:
-    """Whether a tensor is whole on this rank, and its bits can be read."""
-    plain = type(tensor) in (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+    """Whether the bits of a tensor are on this rank, and can be read."""
+    plain = type(tensor) in (Tensor, torch.nn.Parameter, torch.nn.Buffer, LocalPart)
     return plain and tensor.layout is torch.strided and tensor.device == device and not tensor.is_meta

@@ -38,7 +38,8 @@ def train(model: nn.Module, mesh: DeviceMesh) -> list[Tensor]:
         optimizer.step()
         optimizer.zero_grad()
         values.append(loss.detach())
-    return [*values, *(local(param) for param in model.parameters())]
+    named = sorted(model.named_parameters())  # torch's class gives divided ones another place
+    return [*values, *(local(param) for _, param in named)]
 
 
 def replicated(wrapper: type[nn.Module], mesh: DeviceMesh) -> list[Tensor]:

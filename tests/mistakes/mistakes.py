@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 import dpfuse
 from dpfuse import DataParallel, DPFuseError
@@ -46,6 +48,14 @@ class Skipping(dpfuse.DistributedDataParallel):
     def __init__(self, module: nn.Module) -> None:
         super(dpfuse.DistributedDataParallel, self).__init__()
         self.module = module
+
+
+def divided(*placements: Any) -> nn.Module:
+    """Return a layer whose weight is a DTensor over one rank."""
+    layer = nn.Linear(2, 2)
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+    layer.weight = nn.Parameter(DTensor.from_local(layer.weight.data, mesh, placements))
+    return layer
 
 
 def wrap(_: Path, module: Any = None, face: Any = DataParallel, **options: Any) -> object:
@@ -151,6 +161,30 @@ MISTAKES: dict[str, Mistake] = {
         "expected data",
         "Use module.to_empty",
         module=nn.Linear(2, 2, device="meta"),
+    ),
+    "a DTensor that is not added up": Mistake(
+        lambda _: DDP(divided(Partial())),
+        ValueError,
+        "'weight' is a DTensor",
+        "with placements (Partial",
+        "expected each dimension to be Shard or Replicate",
+        "Call redistribute()",
+    ),
+    "a DTensor beside an option": Mistake(
+        lambda _: DDP(divided(Replicate()), metrics=True),
+        ValueError,
+        "'weight' is a DTensor",
+        "metrics=True",
+        "expected one of the two",
+        "Leave out one of the two",
+    ),
+    "a DTensor in a checkpoint": Mistake(
+        lambda folder: dpfuse.save_checkpoint(folder, divided(Replicate()), step=1),
+        TypeError,
+        "save_checkpoint",
+        "'weight' is a DTensor",
+        "expected plain tensors",
+        "Use torch.distributed.checkpoint",
     ),
     # Sizes
     "a size with its unit": option(

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel.distributed import _BufferCommHookLocation, _MixedPrecision
 
 import dpfuse
@@ -95,6 +97,13 @@ def planned(**options):
     return dpfuse.DistributedDataParallel(module, plan=dpfuse.plan_buckets(module), **options)
 
 
+def divided(**options):
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+    module = nn.Linear(2, 2)
+    module.weight = nn.Parameter(distribute_tensor(module.weight.data, mesh["tp"], [Shard(0)]))
+    return dpfuse.DistributedDataParallel(module, device_mesh=mesh["dp"], **options)
+
+
 def sparse():
     return dpfuse.DataParallel(nn.Embedding(3, 2, sparse=True))
 
@@ -141,6 +150,14 @@ PROGRAMS = {
     ("step_in_backward", "GradScaler"): [used(dp, scale, update), used(dp, update, scale)],
     ("step_in_backward", "accumulate_in_buckets"): [used(partial(dp, accumulate_in_buckets=True), update)],
     ("step_in_backward", "find_unused_parameters"): [used(partial(dp, find_unused_parameters=True), update)],
+    ("DTensor", "accumulate_in_buckets"): [made(divided, accumulate_in_buckets=True)],
+    ("DTensor", "check_finite raises"): [made(divided, check_finite="raise")],
+    ("DTensor", "grad_norm_in_backward"): [made(divided, grad_norm_in_backward=True)],
+    ("DTensor", "metrics"): [made(divided, metrics=True)],
+    ("DTensor", "mixed_precision"): [made(divided, mixed_precision=_MixedPrecision(param_dtype=BF16))],
+    ("DTensor", "autotune"): [used(divided, dpfuse.autotune)],
+    ("DTensor", "GradScaler"): [used(divided, scale)],
+    ("DTensor", "ShardedOptimizer"): [used(divided, shard)],
     ("join", "ShardedOptimizer"): [used(ddp, shard, join)],
     ("join", "buffer hook after the forward"): [used(ddp, late_buffer_hook, join)],
 }

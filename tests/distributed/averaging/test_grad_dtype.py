@@ -153,7 +153,7 @@ def test_a_dtype_that_is_set_after_wrapping_is_an_error_on_all_ranks(rank, size,
     if rank in ranks_that_set:
         model.module.weight.grad_dtype = torch.float32
     out = model(x).float().sum()
-    with pytest.raises(dpfuse.DPFuseError, match="weight|rank 1"):
+    with pytest.raises(dpfuse.DPFuseError, match=r"weight|rank 1"):
         out.backward()
     dist.barrier()
 
@@ -193,5 +193,5 @@ def test_a_sharded_optimizer_refuses_it(rank, size):
     net = nn.Linear(4, 2).bfloat16()
     net.bias.grad_dtype = torch.float32
     model = dpfuse.DataParallel(net)
-    with pytest.raises(ValueError, match="'bias' of dtype torch.bfloat16, whose grad_dtype is torch.float32"):
+    with pytest.raises(ValueError, match=r"'bias' of dtype torch.bfloat16, whose grad_dtype is torch.float32"):
         dpfuse.ShardedOptimizer(model, torch.optim.SGD, lr=0.1)

@@ -6,9 +6,6 @@ import math
 
 import pytest
 import torch
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import dpfuse
 from tests.distributed.norms_and_scaling.test_grad_norm import Net, check, trained
@@ -75,13 +72,3 @@ def test_arguments_that_are_no_such_numbers(group, arguments, error, text):
     model = dpfuse.DataParallel(Net())
     with pytest.raises(error, match=text):
         model.clip_grad_norm_(*arguments)
-
-
-@pytest.mark.ranks(size=4)
-def test_the_norm_of_shards_is_refused(rank, size):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    net = parallelize_module(nn.Sequential(nn.Linear(6, 8)), mesh["tp"], {"0": ColwiseParallel()})
-    model = dpfuse.DistributedDataParallel(net, device_mesh=mesh["dp"])
-    model(torch.ones(2, 6)).sum().backward()
-    with pytest.raises(dpfuse.DPFuseError, match=r"parameter '0\.weight' is one shard of a tensor-parallel DTensor"):
-        model.clip_grad_norm_(1.0)
