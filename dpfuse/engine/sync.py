@@ -97,6 +97,7 @@ class GradSync:
                 group, count, compared, window, dtype, device, has_number=has_number, extra_count=extra_count
             ),
         )
+        self._compared = compared
         params = list(params)
         self._spoiler = guard_of(params, group.size())
         self.listening.hooks.put_on(params)
@@ -152,14 +153,20 @@ class GradSync:
         self.listening.record(recorder)
         self.listening.hooks.install(self.reducer.hooks())
 
-    def add_feature(self, feature: Feature) -> None:
+    def add_feature(self, feature: Feature, field: Field | None = None) -> None:
         """Ask `feature` before all others from the next backward on; the buckets are made again.
+
+        Args:
+            feature: to be asked.
+            field: a number that the ranks compare for it from now on.
 
         Raises:
             DPFuseError: a backward is running.
         """
         self._check_idle("a feature was added")
         self._assembly.features.insert(0, feature)
+        if field is not None:
+            self._compared.append(field)
         self.remake()
 
     def average_over(self, rank_count: int) -> None:

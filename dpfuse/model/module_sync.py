@@ -24,7 +24,7 @@ from dpfuse.engine.plan import BucketPlan
 from dpfuse.engine.reducer import ABANDONED, IDLE
 from dpfuse.engine.settings import SyncSettings
 from dpfuse.engine.sync import GradSync
-from dpfuse.engine.window import Window
+from dpfuse.engine.window import Field, Window
 from dpfuse.errors import DPFuseError
 from dpfuse.exclusions import refuse
 from dpfuse.gradients.divided_norm import DividedGradients
@@ -474,9 +474,14 @@ class ModuleSync:
             self._divided = planned, name
         return name
 
-    def divide(self, dividing: Dividing) -> None:
-        """Let each rank receive only its part of the averaged gradients, from the next backward on."""
-        self.grads.add_feature(dividing)
+    def divide(self, dividing: Dividing, field: Field) -> None:
+        """Let each rank receive only its part of the averaged gradients, from the next backward on.
+
+        Args:
+            dividing: divides them.
+            field: what the ranks compare of the optimizer that steps on them.
+        """
+        self.grads.add_feature(dividing, field)
         self._dividing = dividing
 
     def gradients(self) -> Measurable:

@@ -152,16 +152,31 @@ class ElementwiseShard:
         unlike = [place for place in range(1, len(kept)) if not _same_numbers(kept[place], kept[place - 1])]
         self._use(self._group_cuts().union(unlike), kept)
 
+    def has_state(self, place: int) -> bool:
+        """Whether the parameter at this place has a state; the same on all ranks."""
+        return any(run.first <= place < run.last and bool(state) for run, state in self._stated())
+
+    def forget(self, places: Collection[int]) -> None:
+        """Drop the states of the parameters at these places, as if they had never been updated."""
+        kept = self._states_by_place()
+        for place in places:
+            kept[place] = {}
+        edges = {edge for place in places for edge in (place, place + 1) if edge < len(kept)}
+        self._use({run.first for run in self.runs} | edges, kept)
+
+    def _states_by_place(self) -> list[State]:
+        kept: list[State] = [{} for _ in self._groups]
+        for run, state in self._stated():
+            for place in range(run.first, run.last):
+                self._add_part(kept[place], place, run, state)
+        return kept
+
     def _separate(self, touched: Sequence[bool]) -> None:
         """Cut runs between parameters of which only one has a gradient: the other's state must not change."""
         cuts = {run.first for run in self.runs}
         unlike = {place for place in range(1, len(touched)) if touched[place] != touched[place - 1]}
         if not unlike <= cuts:
-            kept: list[State] = [{} for _ in touched]
-            for run, state in self._stated():
-                for place in range(run.first, run.last):
-                    self._add_part(kept[place], place, run, state)
-            self._use(cuts | unlike, kept)
+            self._use(cuts | unlike, self._states_by_place())
 
     def _add_part(self, kept: State, place: int, run: Run, state: State) -> None:
         """Add to the state of a parameter what a run has of it."""

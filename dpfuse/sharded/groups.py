@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -148,6 +148,7 @@ class ParamGroups:
     ) -> None:
         self._kind = kind
         self._plain: dict[Trainer, Optimizer] = {}  # of whole parameters, which `step` steps
+        self.owner: Callable[[], list[dict[str, Any]]] | None = None  # returns the list that a program sees
         self.groups: list[dict[str, Any]]
         self.trainers: list[Trainer]
         given = _checked(params) if divided else list(params)
@@ -175,6 +176,7 @@ class ParamGroups:
             self.groups = [next(waiting[each]) for each in kinds]
             self.trainers = [self._all[each] for each in kinds]
             self.defaults = {}
+        self._members = [{id(param) for param in group["params"]} for group in self.groups]
 
     def try_out(self, dtype: torch.dtype | None) -> None:
         """As `Trainer.try_out`, for all classes."""
@@ -200,6 +202,7 @@ class ParamGroups:
         if plain is None or self.groups is not plain.param_groups:
             self.groups.append(added)
         self.trainers.append(trainer)
+        self._members.append({id(param) for param in added["params"]})
 
     def use(self, groups: list[dict[str, Any]], state: Any) -> None:
         """Use these groups, of the same parameters, in place of those that there are; `state` is of all parameters."""
@@ -234,8 +237,31 @@ class ParamGroups:
         return {id(param): number for number, group in enumerate(self.groups) for param in group["params"]}
 
     def settings(self) -> list[dict[str, Any]]:
-        """Return the hyperparameters of each group."""
+        """Return the hyperparameters of each group, which a program may have replaced by another dict.
+
+        Raises:
+            DPFuseError: the program has given a group other parameters, or there are other groups.
+        """
+        if self.owner is not None:
+            self.groups = self.owner()
+        changed = self.changed()
+        if changed:
+            raise DPFuseError(
+                f"param_groups of a ShardedOptimizer: {changed}, expected the groups with which it was made, since the "
+                "ranks have divided their states. Call add_param_group() for more parameters; to train fewer, freeze "
+                "them, or set their .grad to None."
+            )
         return [settings_of(group) for group in self.groups]
+
+    def changed(self) -> str:
+        """Say which group has other parameters than those that were given; empty if none has."""
+        groups = self.groups if self.owner is None else self.owner()
+        if len(groups) != len(self._members):
+            return f"there are {len(groups)} groups instead of {len(self._members)}"
+        for number, (group, members) in enumerate(zip(groups, self._members, strict=True)):
+            if {id(param) for param in group["params"]} != members:
+                return f"group {number} has other parameters"
+        return ""
 
 
 class Updater:
@@ -280,6 +306,10 @@ class Updater:
     def kind(self, index: int) -> type[Optimizer]:
         """Return the class of the optimizer that updates a tensor."""
         return type(self._of[index])
+
+    def forget(self, index: int) -> None:
+        """Drop the state of a tensor, as if it had never been updated."""
+        self._of[index].state.pop(self._members[index][1], None)
 
     def set_state(self, index: int, state: State) -> None:
         """Use this state of a tensor."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, Literal
+from weakref import proxy
 
 import torch
 from torch import Tensor, nn
@@ -118,6 +120,7 @@ class ShardedOptimizer(Optimizer):
             groups = ParamGroups(optimizer_class, given, defaults, divided=sync is not None)
             super().__init__(groups.groups, {})
             self._groups, self.param_groups, self.defaults = groups, groups.groups, groups.defaults
+            groups.owner = partial(getattr, proxy(self), "param_groups")
             if sync is not None:
                 sync.check_divisible(in_backward=step_in_backward)
                 refuse_missing(sync.grads, groups)
@@ -130,7 +133,7 @@ class ShardedOptimizer(Optimizer):
             raise
         self._masters = master_dtype is not None
         if sync is None:
-            self.state = groups.share_state()
+            self._states = groups.share_state()
             return
         votes.agree_on_text(facts, sync.grads.group, WHAT, "Pass the same arguments on every rank.")
         self._shards = Shards(
@@ -141,7 +144,30 @@ class ShardedOptimizer(Optimizer):
             in_backward=step_in_backward,
             largest_norm=clip_by_last_norm,
         )
-        self.state = _InShards(self._shards)
+        self._states = _InShards(self._shards)
+
+    @property
+    def state(self) -> Any:
+        """The states by parameter, as torch's optimizers have them. In shards they can be dropped, and not be read.
+
+        `pop`, `del`, `clear` and assigning an empty mapping, to one entry or to all of it, reset states as in a plain
+        optimizer; call them on all ranks. Reading or assigning an entry raises a DPFuseError.
+        """
+        return self._states
+
+    @state.setter
+    def state(self, states: Any) -> None:
+        shards = self.__dict__.get("_shards")
+        if shards is None:
+            self._states = states
+        elif states is not self._states:
+            if not isinstance(states, Mapping) or states:
+                raise _refusal("states were assigned to")
+            self._states.clear()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({key: value for key, value in state.items() if key != "state"})
+        self._states = state["state"]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -215,11 +241,11 @@ class ShardedOptimizer(Optimizer):
         """
         if self._shards is None:
             return super().state_dict()
-        self.state = defaultdict(dict, self._shards.whole_states())
+        in_shards, self._states = self._states, defaultdict(dict, self._shards.whole_states())
         try:
             return super().state_dict()
         finally:
-            self.state = _InShards(self._shards)
+            self._states = in_shards
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` of this class or of the plain optimizer returned; to be called on all ranks.
@@ -230,10 +256,10 @@ class ShardedOptimizer(Optimizer):
         """
         _check_state(state_dict)
         super().load_state_dict(state_dict)
-        self._groups.use(self.param_groups, self.state)
+        self._groups.use(self.param_groups, self._states)
         if self._shards is not None:
-            self._shards.load(self._exact(state_dict) if self._masters else self.state)
-            self.state = _InShards(self._shards)
+            self._shards.load(self._exact(state_dict) if self._masters else self._states)
+            self._states = _InShards(self._shards)
 
     def _exact(self, state_dict: dict[str, Any]) -> dict[Tensor, dict[str, Any]]:
         """Return the states by parameter as they are saved; torch has rounded those in `state` to 16 bits."""
@@ -279,9 +305,10 @@ def _check_state(state_dict: Any) -> None:
 
 
 class _InShards(defaultdict[Any, Any]):
-    """Has no items, since the states are in the shards, but is true if there are any.
+    """Stands for the states in the shards: these can be dropped, and neither be read nor written.
 
-    For torch.distributed.checkpoint, which makes a step with gradients of zeros if an optimizer has no states yet.
+    It holds no items itself. Its truth is whether there are states, for torch.distributed.checkpoint, which makes a
+    step with gradients of zeros if an optimizer has none yet.
     """
 
     def __init__(self, shards: Shards) -> None:
@@ -291,11 +318,106 @@ class _InShards(defaultdict[Any, Any]):
     def __bool__(self) -> bool:
         return self._shards.has_states
 
-    def __missing__(self, key: Any) -> Any:
-        raise DPFuseError(
-            "the state of a parameter was looked up in a ShardedOptimizer, expected no such use: each rank has one "
-            'part of it. Call state_dict() on every rank, and read its "state".'
-        )
+    def __len__(self) -> int:
+        return len(self._shards.stated())
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._shards.stated())
+
+    def __contains__(self, key: object) -> bool:
+        return any(key is param for param in self)
+
+    def __getitem__(self, key: Any) -> Any:
+        raise _refusal("the state of a parameter was read in")
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if not isinstance(value, Mapping) or value:
+            raise _refusal("a state of a parameter was assigned in")
+        self._forget(key)
+
+    def __delitem__(self, key: Any) -> None:
+        if key not in self:
+            raise KeyError(key)
+        self._forget(key)
+
+    def keys(self) -> Any:
+        return dict.fromkeys(self).keys()
+
+    def values(self) -> Any:
+        return self._nothing().values()
+
+    def items(self) -> Any:
+        return self._nothing().items()
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        if key not in self:
+            return default
+        raise _refusal("the state of a parameter was read in")
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        raise _refusal("the state of a parameter was read in")
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        """Drop a state. What is returned has no items: each rank has one part of them."""
+        if key in self:
+            self._forget(key)
+            return {}
+        if default:
+            return default[0]
+        raise KeyError(key)
+
+    def popitem(self) -> Any:
+        raise _refusal("the state of a parameter was read in")
+
+    def clear(self) -> None:
+        self._shards.forget(self._shards.stated())
+
+    def update(self, *others: Any, **more: Any) -> None:
+        for key, value in dict(*others, **more).items():
+            self[key] = value
+
+    def __ior__(self, other: Any) -> Any:
+        self.update(other)
+        return self
+
+    def __or__(self, other: Any) -> Any:
+        return {**self._nothing(), **other}
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or self._nothing() == other
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def copy(self) -> Any:
+        return self._nothing()
+
+    __copy__ = copy
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self._nothing()
+
+    def __reduce__(self) -> Any:
+        return defaultdict, (dict, self._nothing())
+
+    def __repr__(self) -> str:
+        return f"<states of {len(self)} parameters, divided among the ranks>"
+
+    def _forget(self, key: Any) -> None:
+        if key in self:
+            self._shards.forget([key])
+
+    def _nothing(self) -> dict[Any, Any]:
+        if len(self):
+            raise _refusal("the states of all parameters were read in")
+        return {}
+
+
+def _refusal(what: str) -> DPFuseError:
+    return DPFuseError(
+        f"{what} a ShardedOptimizer, expected no such use: each rank has one part of it. Call state_dict() on every "
+        'rank, and read its "state"; change that, and call load_state_dict(). To reset a state, delete its entry on '
+        "every rank."
+    )
 
 
 def _facts_of(groups: ParamGroups, model: nn.Module) -> str:

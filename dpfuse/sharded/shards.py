@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from dpfuse.comm.waiting import READ, STEP, board_of, finish
 from dpfuse.engine.bucket_set import names_of
 from dpfuse.engine.comm_buffer import CommBuffer
 from dpfuse.engine.sync import GradSync
+from dpfuse.engine.window import Field
 from dpfuse.errors import DPFuseError
 from dpfuse.gradients.norm import refuse_running
 from dpfuse.model.module_sync import ModuleSync
@@ -77,7 +79,8 @@ class Shards:
             else ShardingInBackward(sync, self.finish, self.in_backward)
         )
         self._sharding.own(groups)
-        sync.divide(self._sharding)
+        self._resets = 0  # a number that tells which states were reset, in any order
+        sync.divide(self._sharding, self._field())
         self._follow(self._sharding.deliveries())
 
     def step(self) -> None:
@@ -181,6 +184,40 @@ class Shards:
     def has_states(self) -> bool:
         """Whether a step was made, or states were loaded."""
         return bool(self._aside) or any(shard.updater.has_states for shard in self._shards)
+
+    def stated(self) -> list[Tensor]:
+        """Return the parameters that have a state, in the order of the groups; the same on all ranks."""
+        found = {id(param) for param in self._aside}
+        for shard in self._shards:
+            params = enumerate(shard.flat_params.params)
+            found.update(id(param) for place, param in params if shard.has_state(place))
+        return [param for group in self._groups.groups for param in group["params"] if id(param) in found]
+
+    def forget(self, params: Sequence[Tensor]) -> None:
+        """Drop the states of these parameters, as if they had never been updated; to be called on all ranks.
+
+        The ranks compare in the next backward which states were dropped.
+        """
+        self.finish()
+        ids = set(map(id, params))
+        for number, param in enumerate(param for group in self._groups.groups for param in group["params"]):
+            if id(param) in ids:
+                self._resets += crc32(str(number).encode())
+                self._aside.pop(param, None)
+        for shard in self._shards:
+            places = {place for place, param in enumerate(shard.flat_params.params) if id(param) in ids}
+            if places:
+                shard.forget(places)
+
+    def _field(self) -> Field:
+        return Field(
+            "resets",
+            lambda: self._resets + crc32(self._groups.changed().encode()),
+            lambda number: f"has reset other states of its ShardedOptimizer, or changed its param_groups ({number})",
+            "Each rank has one part of each state: delete entries of optimizer.state, and change parameter groups, on "
+            "all ranks, in the same way.",
+            bits=12,
+        )
 
     def _take_zeros(self) -> None:
         """Take gradients that a program has set to zeros: these need no averaging."""

@@ -49,6 +49,7 @@ class WholeShard:
                 self._places.append(place)
                 self._own.append(own.as_strided(slot.shape, slot.stride, offset))
         self._kept: dict[int, State] = {}
+        self._stepped: set[int] = set()  # places of parameters that have a state, on whichever rank
         self.updater = Updater(param_groups, [])
 
     def step(self, settings: Sequence[Mapping[str, Any]], touched: Sequence[bool]) -> None:
@@ -69,8 +70,20 @@ class WholeShard:
             offset = gradients.storage_offset() + slot.offset - flat_params.begin
             grads.append(gradients.as_strided(slot.shape, slot.stride, offset) if touched[place] else None)
         self.updater.step(settings, grads)
+        self._stepped.update(place for place, each in enumerate(touched) if each)
         if masters is not None:
             masters.write()
+
+    def has_state(self, place: int) -> bool:
+        """Whether the parameter at this place was updated; the same on all ranks."""
+        return place in self._stepped
+
+    def forget(self, places: Collection[int]) -> None:
+        """Drop the states of the parameters at these places, as if they had never been updated."""
+        self._stepped.difference_update(places)
+        for index, place in enumerate(self._places):
+            if place in places:
+                self.updater.forget(index)
 
     def whole_states(self) -> Iterator[tuple[Tensor, State, Collection[str]]]:
         """Yield each parameter, its state as a plain optimizer has it, and that nothing of it is divided.
@@ -96,6 +109,8 @@ class WholeShard:
             state: of it, as a plain optimizer has it.
             divided: not used.
         """
+        if state:
+            self._stepped.add(place)
         if place not in self._places:
             return
         kept = dict(state)

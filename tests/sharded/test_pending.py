@@ -230,5 +230,5 @@ def test_each_parameter_has_a_storage_of_its_own(ranks, tmp_path):
 def test_a_lookup_of_a_state_is_an_error(rank, size):
     model = dpfuse.DataParallel(network())
     optimizer = dpfuse.ShardedOptimizer(model, optim.SGD, lr=0.1)
-    with pytest.raises(DPFuseError, match=r"state of a parameter was looked up .*Call state_dict\(\) on every rank"):
+    with pytest.raises(DPFuseError, match=r"state of a parameter was read in .*Call state_dict\(\) on every rank"):
         optimizer.state[model.module.scale]
