@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from functools import partial
 from typing import Any, Literal
 from weakref import proxy
@@ -344,10 +344,10 @@ class _InShards(defaultdict[Any, Any]):
         return dict.fromkeys(self).keys()
 
     def values(self) -> Any:
-        return self._nothing().values()
+        return dict(self.items()).values()
 
     def items(self) -> Any:
-        return self._nothing().items()
+        return {param: _Entry() for param in self}.items()
 
     def get(self, key: Any, default: Any = None) -> Any:
         if key not in self:
@@ -410,6 +410,42 @@ class _InShards(defaultdict[Any, Any]):
         if len(self):
             raise _refusal("the states of all parameters were read in")
         return {}
+
+
+class _Entry(MutableMapping[str, Any]):
+    """Stands for the state of one parameter: a trainer may go over it to move its tensors, and not use any of them."""
+
+    def items(self) -> Any:
+        part = _Part()
+        return [(str(part), part)]
+
+    def __getitem__(self, key: str) -> Any:
+        raise _refusal("the state of a parameter was read in")
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if not isinstance(value, _Part):
+            raise _refusal("the state of a parameter was assigned in")
+
+    def __delitem__(self, key: str) -> None:
+        raise _refusal("the state of a parameter was changed in")
+
+    def __iter__(self) -> Iterator[str]:
+        raise _refusal("the state of a parameter was read in")
+
+    def __len__(self) -> int:
+        raise _refusal("the state of a parameter was read in")
+
+    values = keys = __iter__  # type: ignore[assignment]
+
+
+class _Part:
+    """Stands for all tensors of one state."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise _refusal(f"{name} of a state was used in")
+
+    def __repr__(self) -> str:
+        return "<in shards>"
 
 
 def _refusal(what: str) -> DPFuseError:

@@ -126,8 +126,11 @@ def test_nothing_is_an_empty_dict_that_takes_writes(rank, size):
     wrong = [
         lambda: optimizer.state[first],
         lambda: optimizer.state.get(first),
-        lambda: list(optimizer.state.values()),
-        lambda: list(optimizer.state.items()),
+        lambda: [value.zero_() for state in optimizer.state.values() for value in state.values()],
+        lambda: [value.zero_() for _, state in optimizer.state.items() for _, value in state.items()],
+        lambda: [state["exp_avg"] for state in optimizer.state.values()],
+        lambda: [state.update(step=0) for state in optimizer.state.values()],
+        lambda: [state.clear() for state in optimizer.state.values()],
         lambda: dict(optimizer.state),
         lambda: {**optimizer.state},
         lambda: optimizer.state | {},
