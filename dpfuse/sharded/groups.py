@@ -148,7 +148,7 @@ class ParamGroups:
     ) -> None:
         self._kind = kind
         self._plain: dict[Trainer, Optimizer] = {}  # of whole parameters, which `step` steps
-        self.owner: Callable[[], list[dict[str, Any]]] | None = None  # returns the list that a program sees
+        self.owner: Callable[[], Optimizer | None] = lambda: None  # returns the optimizer whose groups a program sees
         self.groups: list[dict[str, Any]]
         self.trainers: list[Trainer]
         given = _checked(params) if divided else list(params)
@@ -242,8 +242,7 @@ class ParamGroups:
         Raises:
             DPFuseError: the program has given a group other parameters, or there are other groups.
         """
-        if self.owner is not None:
-            self.groups = self.owner()
+        self.groups = self._seen()
         changed = self.changed()
         if changed:
             raise DPFuseError(
@@ -253,9 +252,13 @@ class ParamGroups:
             )
         return [settings_of(group) for group in self.groups]
 
+    def _seen(self) -> list[dict[str, Any]]:
+        owner = self.owner()
+        return self.groups if owner is None else owner.param_groups
+
     def changed(self) -> str:
         """Say which group has other parameters than those that were given; empty if none has."""
-        groups = self.groups if self.owner is None else self.owner()
+        groups = self._seen()
         if len(groups) != len(self._members):
             return f"there are {len(groups)} groups instead of {len(self._members)}"
         for number, (group, members) in enumerate(zip(groups, self._members, strict=True)):

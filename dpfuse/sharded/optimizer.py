@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from functools import partial
 from typing import Any, Literal
-from weakref import proxy
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -120,7 +119,7 @@ class ShardedOptimizer(Optimizer):
             groups = ParamGroups(optimizer_class, given, defaults, divided=sync is not None)
             super().__init__(groups.groups, {})
             self._groups, self.param_groups, self.defaults = groups, groups.groups, groups.defaults
-            groups.owner = partial(getattr, proxy(self), "param_groups")
+            groups.owner = ref(self)
             if sync is not None:
                 sync.check_divisible(in_backward=step_in_backward)
                 refuse_missing(sync.grads, groups)
