@@ -254,6 +254,8 @@ def memory_of(one: Trained) -> dict[str, int]:
         one.step()
     tensors: list[Tensor] = []
     for optimizer in optimizers:
+        if isinstance(optimizer, dpfuse.ShardedOptimizer):
+            continue  # the optimizers of its shards are found, too
         tensors += [value for state in optimizer.state.values() for value in state.values() if _is_large(value)]
         params = [param for group in optimizer.param_groups for param in group["params"]]
         tensors += [param for param in params if param.dtype not in used]
