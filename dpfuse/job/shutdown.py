@@ -1,9 +1,10 @@
 """How a launcher ends its ranks, and then itself.
 
-It asks the ranks to end, waits for some seconds, then kills them and all processes that they have started. Which
-signals ask for it is in signals.py, and how torchrun is made to follow that is here. After a failure torchrun gives a rank that ignores SIGTERM 30 seconds, whatever its `--shutdown_timeout` says. It does not end
-the processes that a dead rank has started, such as the workers of a DataLoader. Imported only when a job starts,
-because `import torch` does not import torchrun.
+It asks the ranks to end, waits for some seconds, then kills them and all processes that they have started. signals.py
+says which signals ask for it, and this file makes torchrun follow that. After a failure torchrun gives a rank that
+ignores SIGTERM 30 seconds, whatever its `--shutdown_timeout` says. It does not end the processes that a dead rank has
+started, such as the workers of a DataLoader. Imported only when a job starts, because `import torch` does not import
+torchrun.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def ranks_end_within(seconds: float, signals: Signals, *, hold: bool) -> Iterato
     """
     start, close = SubprocessContext._start, SubprocessContext._close
     restart: Any = SimpleElasticAgent._restart_workers
-    raises = torchrun._terminate_process_handler
+    raises: Any = torchrun._terminate_process_handler
 
     def handle(number: int, frame: FrameType | None) -> None:
         if not signals.acts_on(number):
