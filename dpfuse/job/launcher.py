@@ -1,8 +1,8 @@
 """`python -m dpfuse.launch`: torchrun with Paddle's flags, loopback on one machine, and errors that name the rank.
 
 Processes, restarts and logs are torchrun's (`torch.distributed.run`). paddle_launch_flags.py reads the command line,
-and nodes.py those of Paddle's flags that describe other machines. signals.py says what signals do. What runs inside a rank
-is in rank_program.py.
+and nodes.py those of Paddle's flags that describe other machines. signals.py says what signals do. What runs inside a
+rank is in rank_program.py.
 """
 
 from __future__ import annotations

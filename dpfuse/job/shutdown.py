@@ -59,7 +59,8 @@ def ranks_end_within(seconds: float, signals: Signals, *, hold: bool) -> Iterato
         signals: entered; passes on to the ranks what the launcher gets.
         hold: whether the ranks keep SIGUSR1 and SIGUSR2 for their programs.
     """
-    start, close = SubprocessContext._start, SubprocessContext._close
+    close = SubprocessContext._close
+    start: Any = SubprocessContext._start
     restart: Any = SimpleElasticAgent._restart_workers
     raises: Any = torchrun._terminate_process_handler
 
