@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
 import pytest
 
@@ -43,10 +44,12 @@ class Job:
         return self
 
     def __exit__(self, *_):
-        if self.process.poll() is None:
-            self.process.kill()
+        ended = self.process.poll() is not None and all_gone(self.pids, within=10)
+        for pid in (*self.pids, self.process.pid):  # also after a failure
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         self.process.communicate()
-        assert all_gone(self.pids, within=10)  # also after a failure
+        assert ended
 
     def wait_for_ranks(self, count=2):
         while len(self.pids) < count:
@@ -210,11 +213,20 @@ def test_under_nohup_a_job_goes_on(to, tmp_path):
         assert started.ended() == (0, "")
 
 
+TRAPS = """
+echo pid=$$
+cd $1
+while [ ! -e go ]; do sleep 0.05; done
+trap 'echo got' USR1
+echo ready
+while [ ! -e end ]; do sleep 0.05; done
+"""
+
+
 @pytest.mark.slow
 def test_a_command_gets_signals_once_it_has_a_handler(tmp_path):
-    command = "echo pid=$$; while [ ! -e go ]; do sleep 0.05; done; trap 'echo got' USR1; echo ready; "
-    command += "while [ ! -e end ]; do sleep 0.05; done"
-    words = ["--nproc_per_node=1", "--no-python", "sh", "-c", f"cd {tmp_path}; {command}"]
+    (tmp_path / "job.sh").write_text(TRAPS)
+    words = ["--nproc_per_node=1", "--no-python", "sh", tmp_path / "job.sh", tmp_path]
     with Job(tmp_path, *words) as started:
         started.wait_for_ranks(1)
         started.process.send_signal(USR1)  # which would end it
@@ -270,7 +282,7 @@ print("end")
 def test_programs_that_use_signals_in_other_ways_do_what_they_always_do():
     done = run("-c", IN_A_RANK.replace("PATH", repr(str(ROOT / "dpfuse" / "job" / "rank_program.py"))), warm=False)
     assert done.returncode == 0, done.stderr
-    usr1 = f"[<Signals.SIGUSR1: {int(USR1)}>]".replace("<Signals.SIGUSR1: ", "").replace(">", "")
-    shown = ["fork 0", f"SIG_DFL {usr1} True", "True SIG_DFL", f"ignored {usr1}", "SIGUSR2", "end"]
+    got = f"[{int(USR1)}]"
+    shown = ["fork 0", f"SIG_DFL {got} True", "True SIG_DFL", f"ignored {got}", "SIGUSR2", "end"]
     assert done.stdout.splitlines() == shown
     assert re.match(r"Current thread .* \(most recent call first\)", done.stderr)
