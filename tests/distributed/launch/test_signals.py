@@ -45,7 +45,7 @@ class Job:
 
     def __exit__(self, *_):
         ended = self.process.poll() is not None and all_gone(self.pids, within=10)
-        for pid in (*self.pids, self.process.pid):  # also after a failure
+        for pid in () if ended else (*self.pids, self.process.pid):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.communicate()
