@@ -207,9 +207,19 @@ def _do_nothing(number: int, frame: FrameType | None) -> None:
 
 def _takes(pid: int, number: int) -> bool:
     """Whether a process has blocked or ignored a signal, or has a handler for it; True on a system without /proc."""
+    masks = _masks_of(pid)
+    # The C library blocks all signals for a moment while a process starts another one. A program blocks no SIGSEGV.
+    while masks.get("SigBlk", 0) >> (signal.SIGSEGV - 1) & 1:
+        time.sleep(0.001)
+        masks = _masks_of(pid)
+    return not masks or any(mask >> (number - 1) & 1 for mask in masks.values())
+
+
+def _masks_of(pid: int) -> dict[str, int]:
+    """Return which signals a process has blocked, ignores, and has handlers for; empty if that is not known."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
-        return True
-    masks = (int(line.split()[1], 16) for line in lines if line.startswith(("SigBlk:", "SigIgn:", "SigCgt:")))
-    return any(mask >> (number - 1) & 1 for mask in masks)
+        return {}
+    found = (line.split() for line in lines if line.startswith(("SigBlk:", "SigIgn:", "SigCgt:")))
+    return {name.rstrip(":"): int(mask, 16) for name, mask in found}
