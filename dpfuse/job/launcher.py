@@ -1,7 +1,8 @@
 """`python -m dpfuse.launch`: torchrun with Paddle's flags, loopback on one machine, and errors that name the rank.
 
-Processes, signals, restarts and logs are torchrun's (`torch.distributed.run`). paddle_launch_flags.py reads the command
-line, and nodes.py those of Paddle's flags that describe other machines. What runs inside a rank is in rank_program.py.
+Processes, restarts and logs are torchrun's (`torch.distributed.run`). paddle_launch_flags.py reads the command line,
+and nodes.py those of Paddle's flags that describe other machines. signals.py says what signals do. What runs inside a
+rank is in rank_program.py.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from dpfuse.job.interfaces import interface_of, public_address
 from dpfuse.job.nodes import MASTER_PORT, Nodes
 from dpfuse.job.paddle_launch_flags import parse, say
 from dpfuse.job.read_environment import LOOPBACK_HOSTS, environment, one_machine_variables
+from dpfuse.job.signals import Signals
 from dpfuse.job.startup import REPLACEMENT, startup_variables
 
 __all__ = ["main"]
@@ -117,7 +119,7 @@ def _prepare(args: argparse.Namespace, nodes: Nodes | None, cleanup: ExitStack) 
             if name.startswith("torch.distributed"):
                 logging.getLogger(name).setLevel(args.log_level)
     cleanup.enter_context(environment(variables))
-    wrapped = not (args.no_python or args.run_path)  # whether rank_program runs the program
+    args.wrapped = wrapped = not (args.no_python or args.run_path)  # whether rank_program runs the program
     unredirected = args.redirects == args.tee == "0"
     args.worker_logs = args.log_dir if unredirected and wrapped and not args.logs_specs else None
     if args.worker_logs is not None or (unredirected and args.log_dir is None):
@@ -134,8 +136,8 @@ def _prepare(args: argparse.Namespace, nodes: Nodes | None, cleanup: ExitStack) 
         args.module = False
 
 
-def _run(args: argparse.Namespace) -> None:
-    """Run the job as torchrun's own `run` does, with our logs and with `ranks_end_within`."""
+def _run(args: argparse.Namespace, signals: Signals) -> None:
+    """Run the job as torchrun's own `run` does, with our logs, signals and `ranks_end_within`."""
     from torch.distributed.launcher.api import elastic_launch
     from torch.distributed.run import config_from_args
 
@@ -148,7 +150,8 @@ def _run(args: argparse.Namespace) -> None:
         shown = {int(rank) for rank in (args.local_ranks_filter or "0").split(",")}
         config.logs_specs = WorkerLogs(args.worker_logs, args.log_dir, shown)
     with ExitStack() as around:
-        around.enter_context(ranks_end_within(args.seconds_to_end))
+        config.signals_to_handle = signals.end_by(config.signals_to_handle, args.seconds_to_end)
+        around.enter_context(ranks_end_within(args.seconds_to_end, signals, hold=args.wrapped))
         if config.max_nodes > 1:
             from dpfuse.job.meeting import tells_while_waiting
 
@@ -184,7 +187,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Source: PyTorch's torchrun, whose flags all work, and Paddle's launchers, whose flags name cards and machines.
     """
-    args = parse(list(sys.argv[1:] if arguments is None else arguments))
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    with Signals(last=arguments is None) as signals:
+        return _launch(words, signals)
+
+
+def _launch(words: list[str], signals: Signals) -> int:
+    args = parse(words)
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
@@ -198,18 +207,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say(f"warning: {nodes.doubt}")
     with ExitStack() as cleanup:
         _prepare(args, nodes, cleanup)
+        code = 0
         try:
-            _run(args)
+            _run(args, signals)
         except ChildFailedError as error:
-            return _report(error.failures, args)
+            if signals.asked is None:
+                code = _report(error.failures, args)
         except SignalException as error:
-            name = signal.Signals(error.sigval).name
-            say(f"got {name}; every rank was ended")
-            return 128 + int(error.sigval)
+            return _ended_by(signal.Signals(error.sigval))
         except (ValueError, AssertionError, RuntimeError, OSError, RendezvousError) as error:
             say(f"the job could not be started or supervised: {str(error).rstrip('.')}.{_remedy(error)}")
-            return 1
-    return 0
+            code = 1
+        return code if signals.asked is None else _ended_by(signals.asked)
+
+
+def _ended_by(number: signal.Signals) -> int:
+    say(f"got {number.name}; every rank was ended")
+    return 128 + number
 
 
 def _remedy(error: BaseException) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import functools
 import json
 import os
 import runpy
@@ -20,19 +21,22 @@ import time
 import traceback
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from types import ModuleType, TracebackType
-from typing import NoReturn
+from types import FrameType, ModuleType, TracebackType
+from typing import Any, NoReturn
 
 __all__ = [
+    "KEPT_SIGNALS",
     "Launch",
     "die_with_parent",
     "end_process",
     "end_within",
     "exit_code_of",
+    "keep_signals",
     "record_exception",
     "set_paddle_variables",
 ]
 
+KEPT_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)  # with which schedulers announce the end of a job
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 PADDLE_VARIABLES = (
     "PADDLE_TRAINER_ID",
@@ -71,6 +75,51 @@ def die_with_parent(parent: int) -> None:
     # The parent may have ended before the call took effect.
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def keep_signals() -> None:
+    """Keep SIGUSR1 and SIGUSR2 for the program, as long as it has no handler for them.
+
+    Their default action is to end the process. From now on it is to keep the signal: the next handler that the program
+    installs with `signal.signal` is called for it at once. Several signals of one number are one, as pending ones are.
+    `signal.getsignal` still returns `SIG_DFL`, since libraries ask it whether they may install a handler.
+
+    The process keeps them in a handler, and not by blocking them or by `SIG_IGN`: what it starts would inherit those.
+    So a program that it executes finds the default action, and a fork keeps its own signals.
+    """
+    kept: set[int] = set()
+    install, installed = signal.signal, signal.getsignal
+
+    def keep(number: int, frame: FrameType | None) -> None:
+        kept.add(number)
+
+    def shown(handler: Any) -> Any:
+        return signal.SIG_DFL if handler is keep else handler
+
+    @functools.wraps(install)
+    def install_and_call(signalnum: int, handler: Any) -> Any:
+        if signalnum not in KEPT_SIGNALS:
+            return install(signalnum, handler)
+        if handler == signal.SIG_DFL:
+            before = install(signalnum, keep)
+            signal.siginterrupt(signalnum, False)  # a signal that nothing handles interrupts no system call
+            return shown(before)
+        before = install(signalnum, handler)
+        if signalnum in kept:
+            kept.discard(signalnum)
+            signal.raise_signal(signalnum)
+        return shown(before)
+
+    @functools.wraps(installed)
+    def get_shown(signalnum: int) -> Any:
+        return shown(installed(signalnum))
+
+    signal.signal, signal.getsignal = install_and_call, get_shown
+    os.register_at_fork(after_in_child=kept.clear)
+    for number in KEPT_SIGNALS:
+        if installed(number) == signal.SIG_DFL:  # otherwise a module that Python imports at its start has a handler
+            signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, KEPT_SIGNALS)  # as the launcher has started this process
 
 
 def _endpoint(host: str, port: int) -> str:
@@ -240,6 +289,7 @@ def main() -> None:
     told, kind, target, *arguments = sys.argv[1:]
     launch = Launch(**json.loads(told))
     die_with_parent(launch.pid)
+    keep_signals()
     if launch.one_log:
         os.dup2(1, 2)
     set_paddle_variables(os.environ, launch.gpus, launch.hosts, launch.host)

@@ -1,9 +1,10 @@
 """How a launcher ends its ranks, and then itself.
 
-It asks the ranks to end, waits for some seconds, then kills them and all processes that they have started. After a
-failure torchrun gives a rank that ignores SIGTERM 30 seconds, whatever its `--shutdown_timeout` says. It does not end
-the processes that a dead rank has started, such as the workers of a DataLoader. Imported only when a job starts,
-because `import torch` does not import torchrun.
+It asks the ranks to end, waits for some seconds, then kills them and all processes that they have started. signals.py
+says which signals ask for it, and this file makes torchrun follow that. After a failure torchrun gives a rank that
+ignores SIGTERM 30 seconds, whatever its `--shutdown_timeout` says. It does not end the processes that a dead rank has
+started, such as the workers of a DataLoader. Imported only when a job starts, because `import torch` does not import
+torchrun.
 """
 
 from __future__ import annotations
@@ -12,16 +13,19 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
+from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
 import torch.distributed as dist
-from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
-from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, WorkerGroup
+from torch.distributed.elastic.multiprocessing import api as torchrun
+from torch.distributed.elastic.multiprocessing.api import SignalException, SubprocessContext
 
 from dpfuse.job.descendants import CLEANUP_SECONDS
+from dpfuse.job.signals import Signals, held_for_ranks
 
 __all__ = ["machine_0_leaves_last", "ranks_end_within"]
 
@@ -44,23 +48,56 @@ def _kill_groups(leaders: list[int]) -> None:
 
 
 @contextmanager
-def ranks_end_within(seconds: int) -> Iterator[None]:
+def ranks_end_within(seconds: float, signals: Signals, *, hold: bool) -> Iterator[None]:
     """Give torchrun's ranks `seconds` to end after they are asked to, whatever the reason.
 
-    A second signal during this time, such as another Ctrl-C, ends them at once. The processes that ranks have started
-    are killed after them, unless all ranks ended well.
+    Signals that ask for it leave torchrun alone: it goes on to supervise the ranks, and waits for other machines when
+    its own ranks have ended. The processes that ranks have started are killed after them, unless all ranks ended well.
+
+    Args:
+        seconds: for the ranks.
+        signals: entered; passes on to the ranks what the launcher gets.
+        hold: whether the ranks keep SIGUSR1 and SIGUSR2 for their programs.
     """
     close = SubprocessContext._close
+    start: Any = SubprocessContext._start
+    restart: Any = SimpleElasticAgent._restart_workers
+    raises: Any = torchrun._terminate_process_handler
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if not signals.acts_on(number):
+            raises(number, frame)
+
+    def start_and_tell(self: SubprocessContext) -> None:
+        signals.ranks_start()
+        with held_for_ranks() if hold else nullcontext():
+            start(self)
+        signals.ranks_started([handler.proc for handler in self.subprocess_handlers.values()])
 
     def close_in_time(self: SubprocessContext, death_sig: signal.Signals, timeout: int = 0) -> None:
+        ranks = [handler.proc for handler in self.subprocess_handlers.values()]
         try:
-            close(self, death_sig, seconds)
+            if signals.asked is None:
+                close(self, death_sig, int(seconds))
+            else:  # they were asked, and another SIGTERM may end a rank that saves a checkpoint
+                signals.wait_for(ranks)
+                close(self, signal.SIGKILL, int(seconds))
         finally:
-            ranks = [handler.proc for handler in self.subprocess_handlers.values()]
             if any(rank.poll() != 0 for rank in ranks):
                 _kill_groups([rank.pid for rank in ranks])
 
-    with patch.object(SubprocessContext, "_close", close_in_time):
+    def restart_unless_asked(self: SimpleElasticAgent, group: WorkerGroup) -> None:
+        signals.ranks_restart()
+        if signals.asked is not None:
+            raise SignalException(f"got {signals.asked.name}", signals.asked)
+        restart(self, group)
+
+    with (
+        patch.object(torchrun, "_terminate_process_handler", handle),
+        patch.object(SubprocessContext, "_start", start_and_tell),
+        patch.object(SubprocessContext, "_close", close_in_time),
+        patch.object(SimpleElasticAgent, "_restart_workers", restart_unless_asked),
+    ):
         yield
 
 

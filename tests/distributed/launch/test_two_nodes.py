@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 
@@ -166,6 +167,24 @@ def test_a_launcher_that_ends_ends_the_job_on_the_other_machine(number, how, mac
     assert nodes[number].returncode == (128 + how if how == signal.SIGTERM else -how)
     assert nodes[1 - number].returncode == 1, told
     assert f"dpfuse.launch: rank {1 - number} (pid {pids[1 - number]}) raised" in told[1 - number]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "how"), [(0, signal.SIGTERM), (1, signal.SIGTERM), (0, signal.SIGUSR1)])
+def test_a_signal_to_one_launcher_lets_ranks_of_both_machines_save_and_end(number, how, machines):
+    nodes = [machines.launch(n, *machines.way(n), SCRIPTS / "agree_to_end.py") for n in (0, 1)]
+    pids = [pids_in(node.stdout.readline())[0] for node in nodes]
+    began = time.monotonic()
+    nodes[number].send_signal(how)
+    told = [node.communicate(timeout=patience(TIMEOUT)) for node in nodes]
+    assert time.monotonic() - began < patience(15)  # no launcher waits for one that has left
+    assert [out for out, _ in told] == ["rank 0 saved\n", "rank 1 saved\n"]
+    codes, ended = [0, 0], [False, False]
+    if how == signal.SIGTERM:
+        codes[number], ended[number] = 143, True
+    assert [node.returncode for node in nodes] == codes
+    assert ["dpfuse.launch: got SIGTERM; every rank was ended\n" in text for _, text in told] == ended
+    assert all_gone(pids, within=1)
 
 
 @pytest.mark.slow
