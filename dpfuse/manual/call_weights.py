@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from weakref import ref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
 from dpfuse.engine.optimizer_step_hook import call_after_steps, call_before_steps
 from dpfuse.engine.reducer import IDLE, Phase
@@ -31,22 +34,52 @@ class CallWeights:
     """The weights of a call, which are compared from the second call with the same parameters on.
 
     Made on all ranks in the same call. A difference is a warning: no option of the call says what else it should be.
+    Between calls it refers to no parameter, not even weakly, since torch refuses to swap a tensor that has a weak
+    reference. In a step it finds them in the optimizers: one that none of these holds is not compared.
 
     Args:
-        tensors: returns the parameters, by name; at least one of them.
+        tensors: the parameters, by name; at least one.
         group: the ranks.
     """
 
-    def __init__(self, tensors: Callable[[], Mapping[str, Tensor]], group: dist.ProcessGroup) -> None:
-        device = next(iter(tensors().values())).device
+    def __init__(self, tensors: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
+        device = next(iter(tensors.values())).device
         self._pairs = torch.zeros((BITS, 2), device=device)
         self._calls = calls = _Calls(self._pairs)
+        self._living: dict[int, Tensor] = {}  # the parameters by id, while something is done with them
+        self._optimizers: WeakSet[Optimizer] = WeakSet()  # those that step some of them
+        made_of = dict(tensors)
         self._check = WeightsCheck(
-            tensors, lambda: 0, group, lambda: calls, Window(), raises=False, words=WORDS, hold=ref
+            lambda: made_of, lambda: 0, group, lambda: calls, Window(), raises=False, words=WORDS, hold=self._hold
         )
         self._check.compare_in(calls)
-        call_before_steps(self._check)
-        call_after_steps(self._check)
+        self._check.prepare()
+        made_of.clear()
+        self._ids = set(map(id, tensors.values()))
+        call_before_steps(self)
+        call_after_steps(self)
+
+    def _hold(self, tensor: Tensor) -> Callable[[], Tensor | None]:
+        return partial(self._living.get, id(tensor))
+
+    @contextmanager
+    def _in(self, params: Iterable[Tensor]) -> Iterator[None]:
+        self._living.update((key, param) for param in params if (key := id(param)) in self._ids)
+        try:
+            yield
+        finally:
+            self._living.clear()
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """As `BeforeStep.before_step`."""
+        self._check.before_step(optimizer)
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """As `AfterStep.after_step`: hash the parameters that the optimizers hold."""
+        if not self._ids.isdisjoint(map(id, _params_of(optimizer))):
+            self._optimizers.add(optimizer)
+            with self._in(param for each in self._optimizers for param in _params_of(each)):
+                self._check.after_step(optimizer)
 
     def number(self) -> int:
         """Return what this rank says in the vote: the hash that the last step has written, if any. Waits for it."""
@@ -54,10 +87,14 @@ class CallWeights:
         found = sum(int(one) << place for place, (one, _) in enumerate(pairs))
         return found | any(pairs[0]) * HASHED | self._check.due * DUE
 
-    def compared(self, numbers: Sequence[int]) -> None:
+    def compared(self, numbers: Sequence[int], params: Iterable[Tensor]) -> None:
         """Take what the ranks have said in the vote of this call, before gradients are averaged.
 
         What an earlier call has seen to differ is examined now: on every rank, if one has said so.
+
+        Args:
+            numbers: what each rank has said.
+            params: of this call.
         """
         due = False
         try:
@@ -67,7 +104,8 @@ class CallWeights:
         except Exception as error:
             self._fail(error)
         if due:
-            self._check.examine()
+            with self._in(params):
+                self._check.examine()
 
     def averaged(self) -> None:
         """Count the call, whose gradients are averaged on every rank. Warns of weights that differ."""
@@ -82,6 +120,10 @@ class CallWeights:
     def _fail(self, error: Exception) -> None:
         """End the comparison on this rank: gradients are averaged all the same, as on the others."""
         self._check.turn_off(f"comparing them has failed: {type(error).__name__}: {error}")
+
+
+def _params_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    return (param for group in optimizer.param_groups for param in group["params"])
 
 
 class _Calls:

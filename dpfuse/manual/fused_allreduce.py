@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import Any, Literal, TypeVar
 from weakref import WeakKeyDictionary, ref
 
@@ -64,9 +64,9 @@ def fused_allreduce_gradients(
     For gradients that were accumulated locally: after `no_sync()`, after custom autograd functions, after
     second-order terms, for modules that are not wrapped at all. Every rank must call it with gradients of
     the same parameters. Frozen parameters and parameters without gradient are skipped. The buffers are kept for the
-    next call with the same parameters, and freed with the first of these. From the second such call on, the ranks
-    compare the weights behind the optimizer's steps, and warn (`WeightsWarning`) of those that differ, unless a wrapper
-    of the model was made with `check_weights="off"`.
+    next call with the same parameters. They go in the first call after these were freed. From the second call on, the
+    ranks compare the weights behind the optimizer's steps, and warn (`WeightsWarning`) of those that differ, unless a
+    wrapper of the model was made with `check_weights="off"`.
 
     Args:
         parameter_list: parameters of any shapes and floating dtypes; a generator is fine, and a parameter
@@ -106,22 +106,33 @@ def fused_allreduce_gradients(
     process_group = resolve_group(group)
     options = _Options(scale, bucket_size, deterministic, wire_dtype, wire_reduce)
     if process_group is None or process_group.size() == 1:
-        _prepare(parameter_list, options, _kept_alone)
-        return
-    _check_group(process_group)
-    kept = _kept_for(process_group)
-    prepared, agreed = _agree(parameter_list, options, process_group, kept)
+        process_group, kept = None, _kept_alone
+    else:
+        _check_group(process_group)
+        kept = _kept_for(process_group)
+    try:
+        if process_group is None:
+            _prepare(parameter_list, options, kept)
+        else:
+            _average(parameter_list, options, process_group, kept)
+    finally:
+        for prepared in kept:
+            prepared.params = []
+
+
+def _average(parameter_list: Any, options: _Options, group: dist.ProcessGroup, kept: list[_Prepared]) -> None:
+    prepared, agreed = _agree(parameter_list, options, group, kept)
     try:
         # Ranks may have kept the buffers of different calls, for example where one of them has refused its arguments.
         if not agreed.ready:
-            prepared.allocate(process_group)
+            prepared.allocate(group)
         elif prepared.weights is not None:
-            prepared.weights.compared(agreed.numbers)
-        prepared.average(process_group)
+            prepared.weights.compared(agreed.numbers, prepared.params)
+        prepared.average(group)
     except BaseException as error:
         kept.clear()  # the buckets may be in flight
         if not isinstance(error, DPFuseError):
-            _leave(process_group, error)  # the peers wait for this rank, or are further
+            _leave(group, error)  # the peers wait for this rank, or are further
         raise
     if prepared.weights is not None:
         prepared.weights.averaged()
@@ -211,7 +222,10 @@ class _Options:
 
 
 class _Prepared:
-    """Gradients that were checked and planned, for the next call with the same ones. Keeps no parameter alive.
+    """Gradients that were checked and planned, for the next call with the same ones.
+
+    Between calls it refers to no parameter, not even weakly, since torch refuses to swap a tensor that has a weak
+    reference. It knows their ids and their memory.
 
     Args:
         items: what the caller passed.
@@ -221,6 +235,7 @@ class _Prepared:
 
     Attributes:
         text: what the ranks must have in common.
+        params: those whose gradients are averaged; empty between calls.
         buckets: for these gradients, in the order of communication; empty before they were allocated.
         weights: compares those of the ranks, once there are buckets; None where nothing is compared.
     """
@@ -228,15 +243,15 @@ class _Prepared:
     def __init__(
         self, items: Sequence[Tensor], params: Sequence[Tensor], specs: list[ParamSpec], options: _Options
     ) -> None:
+        self.params = list(params)
         self.buckets: list[GradBucket] = []
         self.weights: CallWeights | None = None
         self._options = options
         self._specs = specs
-        # The buckets go with the first one: they keep the group alive, with its threads and connections.
-        self._items = [ref(item, partial(_free, ref(self))) for item in items[:1]]
-        self._items += [ref(item) for item in items[1:]]
+        self._ids = list(map(id, items))
         places = {id(item): place for place, item in enumerate(items)}
         self._chosen = [places[id(param)] for param in params]
+        self._memory = _memory_of(params)
         self._devices = list(dict.fromkeys(param.device for param in params))
         self._facts = _facts_of(items)
         lines = [
@@ -245,24 +260,22 @@ class _Prepared:
         ]
         self.text = "\n".join([*lines, f"{len(specs)} gradients, {options}"])
 
-    def fits(self, items: Sequence[Tensor], options: _Options) -> bool:
-        """Whether a call has these parameters, with gradients of the same kind, and these options."""
-        return (
-            len(items) == len(self._items)
-            and options.key == self._options.key
-            and all(map(is_, items, [item() for item in self._items]))
-            and _facts_of(items) == self._facts
+    def takes(self, items: Sequence[Tensor], options: _Options) -> bool:
+        """Whether a call has these parameters, with gradients of the same kind, and these options; if so, take them."""
+        same = (
+            list(map(id, items)) == self._ids and options.key == self._options.key and _facts_of(items) == self._facts
         )
+        if not same:
+            return False
+        self.params = [items[place] for place in self._chosen]
+        if not self.is_alive:  # a program may replace the memory of all in each step
+            self._memory = _memory_of(self.params)
+        return True
 
     @property
     def is_alive(self) -> bool:
-        """Whether its first parameter still is."""
-        return not self._items or self._items[0]() is not None
-
-    def params(self) -> list[Tensor]:
-        """The parameters whose gradients are averaged."""
-        found = [self._items[place]() for place in self._chosen]
-        return [param for param in found if param is not None]
+        """Whether some memory of its parameters still is."""
+        return not self._memory or any(memory() is not None for memory in self._memory)
 
     def allocate(self, group: dist.ProcessGroup) -> None:
         """Make the buckets.
@@ -273,7 +286,7 @@ class _Prepared:
         options = self._options
         prepare_group(group, self._devices, options.wire, options.deterministic, STALL_TIMEOUT)
         if self._specs:
-            self.buckets, self.weights = votes.agree_on_success(lambda: self._make(group), group, CALLED)
+            self.buckets, self.weights = votes.agree_on_success(partial(self._make, group), group, CALLED)
 
     def _make(self, group: dist.ProcessGroup) -> tuple[list[GradBucket], CallWeights | None]:
         options, window = self._options, Window()
@@ -284,9 +297,10 @@ class _Prepared:
             overlaps=False,
             make_report=lambda count, dtype, device: Report(group, count, [], window, dtype, device),
         )
-        buckets = assembly.make(plan_in_order(self._specs, options.bucket_size), self.params())
-        names, items = [spec.name for spec in self._specs], [self._items[place] for place in self._chosen]
-        return buckets, None if are_left_alone(self.params()) else CallWeights(partial(_living, names, items), group)
+        buckets = assembly.make(plan_in_order(self._specs, options.bucket_size), self.params)
+        names = [spec.name for spec in self._specs]
+        alone = are_left_alone(self.params)
+        return buckets, None if alone else CallWeights(dict(zip(names, self.params, strict=True)), group)
 
     def average(self, group: dist.ProcessGroup) -> None:
         """Average the gradients.
@@ -300,7 +314,7 @@ class _Prepared:
         try:
             try:
                 # Neither kernels nor collectives count as writes, and a wrapper may have measured what is here now.
-                increment_version([param.grad for param in self.params() if param.grad is not None])
+                increment_version([param.grad for param in self.params if param.grad is not None])
                 failed = self._exchange(unsent, outcome)
             except Exception as error:
                 if isinstance(error, DPFuseError) or has_raised(error):
@@ -323,7 +337,7 @@ class _Prepared:
         Returns:
             The report if a rank has failed, else None.
         """
-        buckets, params, report = self.buckets, self.params(), self.buckets[-1].parts.report
+        buckets, params, report = self.buckets, self.params, self.buckets[-1].parts.report
         assert report is not None
         if outcome.well:
             for bucket in buckets:
@@ -347,10 +361,8 @@ class _Prepared:
         return None if reading.all_well else reading
 
 
-def _free(prepared: ref[_Prepared], param: ref[Tensor]) -> None:
-    found = prepared()
-    if found is not None:
-        found.buckets, found.weights = [], None
+def _memory_of(params: Iterable[Tensor]) -> list[ref[torch.UntypedStorage]]:
+    return [ref(param.untyped_storage()) for param in params]
 
 
 def _facts_of(items: Sequence[Tensor]) -> list[Any]:
@@ -367,11 +379,6 @@ def _facts_of(items: Sequence[Tensor]) -> list[Any]:
         list(map(Tensor.size, present)),
         [grad.stride() for grad in present if grad.layout is torch.strided],
     ]
-
-
-def _living(names: Sequence[str], items: Sequence[ref[Tensor]]) -> dict[str, Tensor]:
-    found = ((name, item()) for name, item in zip(names, items, strict=True))
-    return {name: param for name, param in found if param is not None}
 
 
 def _failure(group: dist.ProcessGroup, reading: Reading, outcome: Outcome) -> str:
@@ -394,14 +401,16 @@ def _prepare(parameter_list: Any, options: _Options, kept: list[_Prepared]) -> _
     if not isinstance(parameter_list, Iterable) or isinstance(parameter_list, Tensor):
         return _gradients_of(parameter_list, options)
     items = list(parameter_list)
-    kept[:] = [prepared for prepared in kept if prepared.is_alive][-KEPT:]
+    found = None
     if all(issubclass(kind, Tensor) for kind in set(map(type, items))):
-        for prepared in kept:
-            if prepared.fits(items, options):
-                refuse_accumulated(items, CALLED)
-                return prepared
+        found = next((prepared for prepared in kept if prepared.takes(items, options)), None)
+    kept[:] = [prepared for prepared in kept if prepared.is_alive]
+    if found is not None:
+        refuse_accumulated(items, CALLED)
+        return found
     prepared = _gradients_of(items, options)
     kept.append(prepared)
+    del kept[:-KEPT]
     return prepared
 
 

@@ -212,7 +212,7 @@ class WeightsCheck(Feature):
         if self.off or pairs is None or (pairs.is_cuda and capturing()):
             return  # a replay would hash the same slice each time
         try:
-            hashing = self._hashing_now()
+            hashing = self.prepare()
             if hashing is not None:
                 act(hashing, pairs)
         except RuntimeError as error:
@@ -241,14 +241,14 @@ class WeightsCheck(Feature):
     def _steps_us(self, optimizer: Optimizer) -> bool:
         count, known = self._owners.get(ref(optimizer), (0, False))
         if count != len(optimizer.param_groups):
-            self._hashing_now()
+            self.prepare()
             params = (param for group in optimizer.param_groups for param in group["params"])
             known = not self._ids.isdisjoint(map(id, params))
             self._owners = {each: found for each, found in self._owners.items() if each() is not None}
             self._owners[ref(optimizer)] = len(optimizer.param_groups), known
         return known
 
-    def _hashing_now(self) -> Hashing | None:
+    def prepare(self) -> Hashing | None:
         """Return what hashes the parameters as they are now; None if there are none that can be compared."""
         version = self._version()
         if version != self._made_for:
@@ -293,7 +293,7 @@ class WeightsCheck(Feature):
     def examine(self) -> None:
         """Find what differs; to be called on every rank in the backward in which all do so."""
         self.due = False
-        hashing, device = self._hashing_now(), collective.group_device(self._group)
+        hashing, device = self.prepare(), collective.group_device(self._group)
         takes_part = not (self.off or self._window.without_inputs)
         moments = self._after_step, self._before_backward
         found = compare(hashing, moments, self._turn, self._group, device, takes_part=takes_part)

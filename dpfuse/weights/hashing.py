@@ -34,8 +34,7 @@ class Hashing:
             ranks. They are dense; where a name is missing, or the shape is another one, they are those of the tensor.
             On a CPU, small tensors are hashed in the order of their indices.
         device: of the tensors.
-        hold: returns what returns a tensor, or None after it was freed; None holds the tensors. A weak reference keeps
-            torch from swapping a tensor (`torch.utils.swap_tensors`).
+        hold: returns what returns a tensor, or None after it was freed; None holds the tensors.
 
     Attributes:
         names: of the tensors.

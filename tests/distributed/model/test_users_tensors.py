@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from functools import partial
+from functools import partial, wraps
 from weakref import ref
 
 import pytest
@@ -60,15 +60,22 @@ def train(model, optimizer, rank, size, step, *, steps=True):
         optimizer.step()
 
 
-@pytest.fixture
-def swaps():
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    yield
-    torch.__future__.set_swap_module_params_on_conversion(False)
+def swapping(test):
+    """Have torch swap parameters where it converts or loads them, in the process of the rank."""
+
+    @wraps(test)
+    def run(*args, **kwargs):
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        try:
+            test(*args, **kwargs)
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(False)
+
+    return run
 
 
-@pytest.mark.usefixtures("swaps")
 @pytest.mark.parametrize("face", FACES)
+@swapping
 def test_a_module_is_converted_by_swapping(rank, size, face):
     """With gradients of an averaged backward, after it was stepped or not."""
     model, optimizer = make(face)
@@ -80,8 +87,8 @@ def test_a_module_is_converted_by_swapping(rank, size, face):
             step += 1
 
 
-@pytest.mark.usefixtures("swaps")
 @pytest.mark.parametrize("face", FACES)
+@swapping
 def test_a_state_is_loaded_by_swapping(rank, size, face):
     model, optimizer = make(face)
     for step in range(4):
@@ -188,3 +195,47 @@ def test_memory_is_made_anew(rank, size, face):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for step in range(2, 5):
         train(model, optimizer, rank, size, step)
+
+
+def averaged_by_hand(module, rank, size, step):
+    """Make a backward, and compare the averaged gradients with the mean of those of all ranks, computed here."""
+    params = list(module.parameters())
+    found = []
+    for other in range(size):
+        loss = module(batch(other, step, params[0].dtype)).square().mean()
+        found.append(torch.autograd.grad(loss, params))
+    for param, grad in zip(params, found[rank], strict=True):
+        param.grad = grad.clone()
+    dpfuse.fused_allreduce_gradients(params)
+    for param, grads in zip(params, zip(*found, strict=True), strict=True):
+        torch.testing.assert_close(param.grad, sum(grads) / size)
+
+
+@pytest.mark.parametrize("way", ["swap", "convert", "replace the memory"])
+@swapping
+def test_parameters_that_were_averaged_by_hand_are_changed(rank, size, way):
+    torch.manual_seed(4)
+    module = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+    for step in range(8):
+        averaged_by_hand(module, rank, size, step)
+        optimizer.step()
+        if way == "convert":
+            module.to(torch.float64 if step % 2 else torch.float32)
+        for param in module.parameters():
+            if way == "swap" and step in (2, 3, 6):
+                param.grad = None
+                torch.utils.swap_tensors(param, nn.Parameter(param.detach().clone()))
+            elif way == "replace the memory":
+                param.data = param.data - 0.1 * param.grad
+
+
+def test_modules_that_were_averaged_by_hand_are_freed(rank, size):
+    for step in range(3):
+        torch.manual_seed(4)
+        module = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+        for _ in range(3):
+            averaged_by_hand(module, rank, size, step)
+        held = list(map(ref, module.parameters()))
+        del module
+        assert not still_held(held)
