@@ -415,8 +415,7 @@ class _Entry(MutableMapping[str, Any]):
     """Stands for the state of one parameter: a trainer may go over it to move its tensors, and not use any of them."""
 
     def items(self) -> Any:
-        part = _Part()
-        return [(str(part), part)]
+        return [("in shards", _Part())]
 
     def __getitem__(self, key: str) -> Any:
         raise _refusal("the state of a parameter was read in")
@@ -437,13 +436,21 @@ class _Entry(MutableMapping[str, Any]):
     values = keys = __iter__  # type: ignore[assignment]
 
 
-class _Part:
-    """Stands for all tensors of one state."""
+class _Part(Tensor):
+    """Stands for all tensors of one state: it is a tensor, so that what would change the state raises an error."""
 
-    def __getattr__(self, name: str) -> Any:
+    @staticmethod
+    def __new__(cls) -> _Part:
+        return torch.empty(0).as_subclass(cls)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.to:  # a trainer may go over all states to move them
+            return args[0]
+        name = func.__self__.__name__ if func.__name__ == "__get__" else func.__name__
         raise _refusal(f"{name} of a state was used in")
 
-    def __repr__(self) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         return "<in shards>"
 
 

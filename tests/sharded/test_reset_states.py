@@ -128,6 +128,12 @@ def test_nothing_is_an_empty_dict_that_takes_writes(rank, size):
         lambda: optimizer.state.get(first),
         lambda: [value.zero_() for state in optimizer.state.values() for value in state.values()],
         lambda: [value.zero_() for _, state in optimizer.state.items() for _, value in state.items()],
+        lambda: [
+            value.zero_() for state in optimizer.state.values() for _, value in state.items() if torch.is_tensor(value)
+        ],
+        lambda: [torch.zeros_like(value) for state in optimizer.state.values() for _, value in state.items()],
+        lambda: [value.shape for state in optimizer.state.values() for _, value in state.items()],
+        lambda: [value.data for state in optimizer.state.values() for _, value in state.items()],
         lambda: [state["exp_avg"] for state in optimizer.state.values()],
         lambda: [state.update(step=0) for state in optimizer.state.values()],
         lambda: [state.clear() for state in optimizer.state.values()],
