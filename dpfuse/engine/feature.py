@@ -11,6 +11,7 @@ from dpfuse.engine.exchanges.ordered import Rounding
 from dpfuse.engine.plan import Bucket, BucketPlan
 from dpfuse.engine.protocols import Companion, Delivery, Exchange, PackStep
 from dpfuse.engine.report import Report
+from dpfuse.engine.report_layout import ReportLayout
 from dpfuse.engine.streams import SideStream
 
 __all__ = ["Feature"]
@@ -26,6 +27,9 @@ class Feature:
 
     def __init_subclass__(cls) -> None:
         cls.hears_alarm = cls.alarmed is not Feature.alarmed
+
+    def register(self, layout: ReportLayout) -> None:
+        """Register what the ranks tell each other for it. Called once, on all ranks in the same order."""
 
     def step(self, order: int, bucket: Bucket, buffer: CommBuffer, report: Report | None) -> PackStep | None:
         """Return what it does while a bucket is packed. `report` is that of the last bucket, None for others."""

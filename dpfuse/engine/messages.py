@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from dpfuse.engine.report import Reading
-from dpfuse.engine.window import Field
+from dpfuse.engine.report_layout import Field
 from dpfuse.errors import DPFuseError
 
 __all__ = [

@@ -23,11 +23,12 @@ from dpfuse.engine.local_part import leaf_of
 from dpfuse.engine.optimizer_step_hook import call_before_steps
 from dpfuse.engine.ready import ReadyHook, ReadyList
 from dpfuse.engine.report import ALL_WELL, Outcome, Reading, Report
+from dpfuse.engine.report_layout import Question, ReportLayout
 from dpfuse.engine.send_order import SendOrder
 from dpfuse.engine.torch_private import leave_untraced, profiler_runs
 from dpfuse.engine.unused import UnusedParameters
 from dpfuse.engine.user_line import warn_at_user
-from dpfuse.engine.window import Field, Window
+from dpfuse.engine.window import Window
 from dpfuse.errors import DPFuseError
 
 __all__ = ["ABANDONED", "IDLE", "Calls", "Phase", "Reducer", "Wiring"]
@@ -65,7 +66,7 @@ class Calls:
         check_group: raises DPFuseError if this rank can no longer use its process group.
         install: puts ready hooks on parameters, by registration index.
         guard: called with the report if it is not read in the same backward.
-        answer: called on every rank, with all buckets landed, where a rank has asked for an exchange, or one is due.
+        answer: called on every rank, with all buckets landed, with a question that a rank has asked, or that is due.
     """
 
     open_backward: Callable[[], None]
@@ -75,7 +76,7 @@ class Calls:
     check_group: Callable[[], None]
     install: Callable[[dict[int, ReadyHook]], None]
     guard: Callable[[Report], None]
-    answer: Callable[[], None]
+    answer: Callable[[Question], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,7 @@ class Wiring:
 
     Args:
         window: counts forwards and backwards, which ranks must have in common.
-        fields: all that the report compares, for errors.
+        layout: of the report.
         track: tells the heartbeat what this rank is doing.
         features: may grow while no backward runs.
         strict: whether to wait for the reports of the peers on a GPU, too.
@@ -96,7 +97,7 @@ class Wiring:
     """
 
     window: Window
-    fields: Sequence[Field]
+    layout: ReportLayout
     track: Track
     features: list[Feature]
     strict: bool
@@ -864,13 +865,14 @@ class Reducer:
         """Read the report, and do what a rank has asked all ranks for, failed or not."""
         outcome = self._run.outcome
         reading = report.read(outcome, wait=wait, gather=gather)
-        if report.asked or (self._wiring.window.due and not report.unreadable):
-            self._wiring.window.due = False
-            try:
-                self._wiring.calls.answer()
-            except BaseException:
-                outcome.torn = True  # it is unknown which exchange the peers are in
-                raise
+        for question in self._wiring.layout.questions:
+            if question in report.asked or (question.due and not report.unreadable):
+                question.due = False
+                try:
+                    self._wiring.calls.answer(question)
+                except BaseException:
+                    outcome.torn = True  # it is unknown which exchange the peers are in
+                    raise
         return reading
 
     def _fail(self, reading: Reading) -> None:
@@ -935,7 +937,7 @@ class Reducer:
         if reading.any_changed:
             change = self.change
             return messages.changed(wiring.rank, wiring.size, reading.changed(), outcome.changed, change)
-        return messages.differing(wiring.rank, wiring.fields, reading)
+        return messages.differing(wiring.rank, wiring.layout.fields, reading)
 
     def _any_ready(self) -> bool:
         return bool(self._in_use.recorded) or any(map(_entries_of, self._in_use.ready))

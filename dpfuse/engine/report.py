@@ -10,7 +10,7 @@ import ctypes
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2s
-from operator import mul
+from operator import attrgetter, mul
 from typing import NamedTuple
 
 import torch
@@ -18,25 +18,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dpfuse.comm import collective
+from dpfuse.engine.report_layout import Place, Question, ReportLayout
 from dpfuse.engine.streams import HostCopy, capturing
-from dpfuse.engine.window import Field, Window
+from dpfuse.engine.window import Window
 from dpfuse_kernels.spoil import any_pair
 
-__all__ = ["ALL_WELL", "SLOTS", "Outcome", "Reading", "Report"]
+__all__ = ["ALL_WELL", "Compared", "Outcome", "Reading", "Report"]
 
-FLAGS = 3  # the first pairs: a rank has failed, or has changed its module, or asks; their first elements say so
+FLAGS = 2  # the first pairs: a rank has failed, or has changed its module; their first elements say so
 RANK_BITS = 16  # of the number of a rank that failed or has changed
-NUMBER_BITS = 32  # of a number that only the device may know
 HASH_BITS = 16  # of the set of frozen parameters
-SLOTS = (
-    "nonfinite",
-    "weight",
-    "bad_weight",
-    "weighing",
-    "squares",
-    "measured",
-    "nonfinite_values",
-)  # sums of numbers that features write
+
+_asks = attrgetter("asks")
 
 
 @dataclass(slots=True)
@@ -65,8 +58,8 @@ class Reading:
     Attributes:
         any_failed, any_well: whether a rank failed, and whether a rank did not.
         any_changed, any_unchanged: whether a rank has another model than the buckets are for, or the same.
-        any_asks: whether a rank asks for an exchange.
-        any_number: whether the ranks' numbers of a feature differ, which is no failure.
+        asked: the questions that a rank asks.
+        told: names of the places in which the bits of ranks differ, which is no failure.
         differing: names of the fields in which ranks differ.
         rank: the one rank that failed or has changed; None if there is none, or several, or if it is unknown.
         rows: for each rank whether it failed, whether its model has changed, and its value of each field, which is -1
@@ -77,11 +70,11 @@ class Reading:
     any_well: bool = True
     any_changed: bool = False
     any_unchanged: bool = True
-    any_asks: bool = False
     differing: tuple[str, ...] = ()
     rank: int | None = None
     rows: tuple[tuple[int, ...], ...] = ()
-    any_number: bool = False
+    asked: tuple[Question, ...] = ()
+    told: tuple[str, ...] = ()
 
     @property
     def all_well(self) -> bool:
@@ -104,71 +97,90 @@ class Reading:
 ALL_WELL = Reading()
 
 
+class Compared:
+    """Bits of a feature, which the ranks compare in each backward.
+
+    Args:
+        pairs: where the feature writes them, [bits, 2]: each bit b as b and 1 - b. Zeros say nothing.
+        late: whether ranks hear of a backward in the next one.
+
+    Attributes:
+        late: as given.
+        differs: whether the ranks' bits differed in the backward of which every rank has heard by now: on a CPU this
+            backward, on CUDA the one before.
+    """
+
+    def __init__(self, pairs: Tensor, *, late: bool) -> None:
+        self.pairs = pairs
+        self.late = late
+        self.differs = False
+
+
 class Report:
-    """The report: pairs of elements, then one element per slot of a feature, then one per parameter.
+    """The report: pairs of elements, then the numbers that features have added up, then one element per parameter.
 
     Each bit that is compared travels as two numbers, b and 1 - b. Over the ranks both sums are above zero exactly
     where the ranks differ, whatever the dtype, the factor and the number of ranks. A rank without inputs sends zero
-    in both, except in the first pairs, which tell whether it failed, whether it has changed, and whether it asks for an
-    exchange. No rank answers no to the last question, so it is no difference. A rank sends the bits of its number only
-    if it failed or has changed.
+    in both, except in the first pairs, which tell whether it failed, whether it has changed, and what it asks. No rank
+    sends a no to a question, so a yes is no difference. A rank sends the bits of its number only if it failed or has
+    changed.
 
-    A feature may have a number of 32 bits compared that only the device knows. A difference in it is no failure: the
-    feature decides what follows.
+    A feature may have bits compared that only the device knows. A difference in them is no failure: the feature decides
+    what follows.
 
     Args:
         group: the ranks.
         param_count: number of parameters of the plan.
-        fields: the numbers that are compared, besides what every report has.
+        layout: what it holds besides; what is registered later is not in this report.
         window: knows whether this rank has inputs.
         dtype: the dtype in which it is packed: float32, float64, or that of gradients that travel as one of these.
         device: the device on which it is packed.
-        has_number: whether a number of a feature is compared.
-        extra_count: how many further numbers a feature has added up.
 
     Attributes:
         numel: the number of its elements.
-        number: where the bits of that number are, as pairs, [32, 2], in what is packed; zeros are no number. None
-            where none is compared.
-        differs: whether the ranks' numbers differed in the backward of which every rank has heard by now: on a CPU
-            this backward, on CUDA the one before.
         is_on_cpu: whether it lies on the CPU, where every rank reads it as soon as it has landed.
-        asked: whether a rank has asked for an exchange of which every rank has heard by now: on a CPU in this
-            backward, on CUDA in the one before.
+        asked: the questions that a rank has asked, and of which every rank has heard by now: on a CPU in this backward,
+            on CUDA in the one before.
     """
 
     def __init__(
         self,
         group: dist.ProcessGroup,
         param_count: int,
-        fields: Sequence[Field],
+        layout: ReportLayout,
         window: Window,
         dtype: torch.dtype,
         device: torch.device,
-        *,
-        has_number: bool = False,
-        extra_count: int = 0,
     ) -> None:
         self.group = group
         self._is_alone = group.size() == 1
-        self._fields = list(fields)
+        self._fields = tuple(layout.fields)
+        self._questions = tuple(layout.questions)
         self._window = window
-        self.asked = False
-        self._asked_early = False  # on CUDA, in this backward, since this rank has waited for its report
-        compared = FLAGS + sum(each.bits for each in fields) + HASH_BITS
-        number = 2 * (compared + RANK_BITS)
-        slots = number + 2 * NUMBER_BITS * has_number
-        extras = slots + len(SLOTS)
-        self._places = _Places(compared, number, slots, extras, extras + extra_count)
-        self.numel = self._places.flags + param_count
-        self._values: list[object] = [*[0] * len(fields), False, False, frozenset()]  # what `_source` tells
-        nothing = [0.0] * (2 * RANK_BITS + self._places.flags - number)
-        start = [*self._pairs_of(self._values), *nothing, *[1.0] * param_count]
-        self._source = torch.tensor(start, dtype=dtype, device=device)  # of a rank that is well
-        self.number = self._source[number:slots].view(-1, 2) if has_number else None
-        self.differs = False
-        self._differed_early = False  # on CUDA, in this backward, since this rank has waited for its report
+        self.asked: tuple[Question, ...] = ()
+        self._flags = FLAGS + len(self._questions)
+        self._ranks = self._flags + sum(each.bits for each in self._fields) + HASH_BITS  # as a place among the pairs
+        # From here on, places are elements: of compared bits, of numbers that are added up, of parameters.
+        start = self._compared = 2 * (self._ranks + RANK_BITS)
+        self._starts: dict[Place, int] = {}
+        for place in sorted(layout.places, key=lambda place: not place.compared):
+            self._starts[place] = start
+            start += place.width * (1 + place.compared)
+        self._params = start
+        self._summed = next((self._starts[each] for each in self._starts if not each.compared), start)
+        self.numel = start + param_count
+        # What `_source` tells.
+        self._values: list[object] = [*[0] * len(self._fields), *[False] * len(self._questions), False, frozenset()]
+        nothing = [0.0] * (2 * RANK_BITS + self._params - self._compared)
+        begin = [*self._pairs_of(self._values), *nothing, *[1.0] * param_count]
+        self._source = torch.tensor(begin, dtype=dtype, device=device)  # of a rank that is well
         self.is_on_cpu = self._source.is_cpu
+        self._bits = {
+            place: Compared(self._source[slice(*self._ends(place))].view(-1, 2), late=not self.is_on_cpu)
+            for place in self._starts
+            if place.compared
+        }
+        self._early: Reading = ALL_WELL  # on CUDA, of this backward, since this rank has waited for its report
         self._sums: _Sums | None = None  # of this backward
         self._latest: _Sums | None = None  # of this one, or the one before
         self._copy: HostCopy | None = None  # of the pairs, on CUDA
@@ -180,7 +192,8 @@ class Report:
         """Return what this rank packs, [numel]."""
         self._sums = None
         values: list[object] = [each.value() for each in self._fields]
-        values += self._window.asks, self._window.without_inputs, outcome.frozen
+        values += map(_asks, self._questions)
+        values += self._window.without_inputs, outcome.frozen
         usual = outcome.well and not (outcome.changed or outcome.missing)
         if values == self._values and usual:
             return self._source  # as in nearly every backward
@@ -192,13 +205,13 @@ class Report:
             return source
         source = source.clone() if source is self._source else source
         for index in outcome.missing:
-            _put(source, self._places.flags + index, 0.0)
+            _put(source, self._params + index, 0.0)
         if outcome.changed:
             self._write_bits(source, 1, 1, 1)
         if not outcome.well:
             self.write_failure(source)
         if outcome.changed:
-            self._write_bits(source, self._places.ranks, self.group.rank(), RANK_BITS)
+            self._write_bits(source, self._ranks, self.group.rank(), RANK_BITS)
         return source
 
     def _tell(self, values: list[object]) -> None:
@@ -214,44 +227,35 @@ class Report:
     def write_failure(self, packed: Tensor) -> None:
         """Write into what is packed, [numel], that this rank has failed."""
         self._write_bits(packed, 0, 1, 1)
-        self._write_bits(packed, self._places.ranks, self.group.rank(), RANK_BITS)
+        self._write_bits(packed, self._ranks, self.group.rank(), RANK_BITS)
 
-    def write_slot(self, packed: Tensor, name: str, value: Tensor) -> None:
-        """Write into what is packed, [numel], a number that only the device may know, [], unscaled."""
-        packed[self._places.slots + SLOTS.index(name)].copy_(value)
+    def compared(self, place: Place) -> Compared:
+        """Return the bits of a place that is compared."""
+        return self._bits[place]
 
-    def write_numbers(self, packed: Tensor, first: str, values: Sequence[float]) -> None:
-        """Write into what is packed, [numel], numbers that the host knows, from the slot `first` on, unscaled."""
-        start = self._places.slots + SLOTS.index(first)
-        packed[start : start + len(values)].copy_(torch.tensor(values, dtype=torch.float64, device="cpu"))
-
-    def slots(self) -> Tensor:
-        """Return the sums of the numbers of all slots over the ranks, [slots], on the device, without waiting."""
-        assert self._sums is not None
-        return self._sums.view[self._places.slots : self._places.extras]
-
-    def slot(self, name: str) -> Tensor:
-        """Return the sum of that number over the ranks, [], on the device, without waiting."""
-        assert self._sums is not None
-        return self._sums.view[self._places.slots + SLOTS.index(name)]
-
-    def write_extras(self, packed: Tensor, values: Tensor, start: int = 0) -> None:
-        """Write into what is packed, [numel], some of the further numbers of a feature, unscaled. Nothing waits.
+    def write(self, packed: Tensor, place: Place, values: Tensor, part: str = "") -> None:
+        """Write numbers of a place, or of a part of it, into what is packed, unscaled. Nothing waits.
 
         Args:
-            packed: the report, as it is packed.
-            values: [n], on its device or on the CPU.
-            start: which of the numbers is the first.
+            packed: the report, as it is packed, [numel].
+            place: where numbers are added up.
+            values: [width], or [] for one, on its device or on the CPU.
+            part: the name of the part; empty for all of it.
         """
-        place = self._places.extras + start
         late = packed.is_cuda and not values.is_cuda
         values = values.to(packed.dtype).pin_memory() if late else values
-        packed[place : place + len(values)].copy_(values, non_blocking=late)
+        start, end = self._ends(place)
+        within = packed[start:end][place.parts[part]] if part else packed[start:end]
+        within.copy_(values, non_blocking=late)
 
-    def extras(self) -> Tensor:
-        """Return the sums of these numbers over the ranks, [extra_count], on the device, without waiting."""
+    def sums(self, place: Place) -> Tensor:
+        """Return the sums of the numbers of a place over the ranks, [width], on the device, without waiting."""
         assert self._sums is not None
-        return self._sums.view[self._places.extras : self._places.flags]
+        return self._sums.view[slice(*self._ends(place))]
+
+    def _ends(self, place: Place) -> tuple[int, int]:
+        start = self._starts[place]
+        return start, start + place.width * (1 + place.compared)
 
     def landed(self, view: Tensor) -> None:
         """Note where the summed report lies, [numel]; it stays valid until the bucket is packed again."""
@@ -259,14 +263,14 @@ class Report:
         # It is usually where the one before was, and making a slice takes a microsecond.
         parts = None if before is None or before.view is not view else before.parts
         if parts is None:
-            told = view[: self._places.slots]
-            parts = _Parts(told, told[: self._places.number])
+            told = view[: self._summed]
+            parts = _Parts(told, told[: self._compared])
         self._latest = self._sums = _Sums(view, parts)
 
     def used_somewhere(self, indices: Collection[int]) -> set[int]:
         """Return those of `indices` that some rank used. Waits for the device."""
         assert self._sums is not None
-        flags = self._sums.view[self._places.flags :].tolist()
+        flags = self._sums.view[self._params :].tolist()
         return {index for index in indices if flags[index]}
 
     @property
@@ -292,9 +296,9 @@ class Report:
         assert sums is not None
         if sums.reading is not None:
             return sums.reading
-        self.asked = False
+        self.asked = ()
         if not self.is_on_cpu and capturing():
-            self.differs = False
+            self._tell_of(ALL_WELL)
             return ALL_WELL if outcome.well else Reading(any_failed=True, rank=self.group.rank())
         if self._is_alone and outcome.well and not outcome.changed:
             return ALL_WELL  # no other rank can report anything
@@ -302,20 +306,19 @@ class Report:
             host = self._host
             if host is None or host.values is not sums.parts.told:
                 host = self._host = _HostPairs(sums.parts.told)
-            if self._is_usual(host):
-                self.differs = False
-                return ALL_WELL
-            reading = self._interpret(host.values.tolist())
-            self.asked, self.differs = reading.any_asks, reading.any_number
+            reading = ALL_WELL if self._is_usual(host) else self._interpret(host.values.tolist())
+            self._tell_of(reading)
+            if reading is ALL_WELL:
+                return reading
         elif not wait:
             return self._read_later(sums)
         else:
             before = self._read_pending() if self._pending else ALL_WELL
-            self._tell_of(before)
+            self._tell_late(before)
             if not before.all_well and outcome.well:
                 return before
             reading = self._interpret(sums.parts.told.tolist())
-            self._asked_early, self._differed_early = reading.any_asks, reading.any_number
+            self._early = reading
         if not reading.all_well and gather:
             sums.reading = self._with_rows(reading, outcome)
             return sums.reading
@@ -336,14 +339,17 @@ class Report:
 
     def _pairs_of(self, values: Sequence[object]) -> list[float]:
         """Return the compared pairs of a rank that has not failed."""
-        *numbers, asks, without_inputs, frozen = values
+        count = len(self._fields)
+        numbers, asks, (without_inputs, frozen) = values[:count], values[count:-2], values[-2:]
         bits: list[int] = []
         for number, each in zip(numbers, self._fields, strict=True):
             assert isinstance(number, int)
             bits += _bits(number, each.bits)
         assert isinstance(frozen, Collection)
         bits += _bits(_hash(frozen), HASH_BITS)
-        first = [0.0, 1.0, 0.0, 1.0, float(bool(asks)), 0.0]  # it has not failed, and the model has not changed
+        first = [0.0, 1.0, 0.0, 1.0]  # it has not failed, and the model has not changed
+        for asked in asks:
+            first += float(bool(asked)), 0.0
         if without_inputs:
             return [*first, *[0.0] * (2 * len(bits))]
         return [*first, *(float(number) for bit in bits for number in (bit, 1 - bit))]
@@ -356,19 +362,20 @@ class Report:
     def _interpret(self, states: list[float]) -> Reading:
         pairs = [(one != 0, other != 0) for one, other in zip(states[::2], states[1::2], strict=True)]
         differing = [name for name, (one, other) in zip(self._names(), pairs, strict=False) if one and other]
-        numbers, told = pairs[self._places.ranks :][:RANK_BITS], pairs[self._places.number // 2 :]
+        numbers = pairs[self._ranks :][:RANK_BITS]
+        told = {place: pairs[start // 2 :][: place.width] for place, start in self._starts.items() if place.compared}
         single = all(one != other for one, other in numbers)
         return Reading(
             *pairs[0],
             *pairs[1],
-            pairs[2][0],
             tuple(name for name in dict.fromkeys(differing) if name),
             sum(one << place for place, (one, _) in enumerate(numbers)) if single else None,
-            any_number=any(one and other for one, other in told),
+            asked=tuple(each for each, (yes, _) in zip(self._questions, pairs[FLAGS:], strict=False) if yes),
+            told=tuple(place.name for place, each in told.items() if any(one and other for one, other in each)),
         )
 
     def _names(self) -> Iterator[str]:
-        yield from [""] * FLAGS
+        yield from [""] * self._flags
         for each in self._fields:
             yield from [each.name] * each.bits
         yield from ["frozen"] * HASH_BITS
@@ -383,14 +390,23 @@ class Report:
         rows = tuple(tuple(map(int, each.tolist())) for each in collective.all_gather(row, self.group))
         return replace(reading, rows=rows)
 
-    def _tell_of(self, before: Reading) -> None:
-        """Note what every rank has heard by now of the backward before."""
-        self.asked, self._asked_early = before.any_asks or self._asked_early, False
-        self.differs, self._differed_early = before.any_number or self._differed_early, False
+    def _tell_of(self, reading: Reading) -> None:
+        """Note what every rank has heard by now."""
+        self.asked = reading.asked
+        for place, compared in self._bits.items():
+            compared.differs = place.name in reading.told
+
+    def _tell_late(self, before: Reading) -> None:
+        """Note what every rank has heard by now of the backward before, of which this rank may know already."""
+        early, self._early = self._early, ALL_WELL
+        if early is not ALL_WELL:
+            asked = dict.fromkeys((*before.asked, *early.asked))
+            before = replace(before, asked=tuple(asked), told=(*before.told, *early.told))
+        self._tell_of(before)
 
     def _read_later(self, sums: _Sums) -> Reading:
         before = self._read_pending() if self._pending else ALL_WELL
-        self._tell_of(before)
+        self._tell_late(before)
         if self._copy is None:
             self._copy = HostCopy(sums.parts.told)
             self._host = _HostPairs(self._copy.arriving)
@@ -413,27 +429,17 @@ class Report:
             return True
         told = host.values.tolist()
         ones, zeros = told[::2], told[1::2]
-        if any(ones[:FLAGS]) or any(map(mul, ones, zeros)):
+        if any(ones[: self._flags]) or any(map(mul, ones, zeros)):
             return False
         self._usual = memory  # the ranks compare other numbers now, and have the same ones
         return True
-
-
-class _Places(NamedTuple):
-    """Where the parts of a report begin."""
-
-    ranks: int  # the bits of a rank's number, as a place among the pairs
-    number: int  # the bits of a feature's number, as an element
-    slots: int  # the numbers of features, as an element
-    extras: int  # further numbers of one feature, as an element
-    flags: int  # one element for each parameter
 
 
 class _Parts(NamedTuple):
     """The pairs of a summed report, on any device."""
 
     told: Tensor  # all of them
-    states: Tensor  # those without a feature's number
+    states: Tensor  # those in which a difference is a failure
 
 
 class _HostPairs:

@@ -13,7 +13,7 @@ from itertools import count
 
 import torch.distributed as dist
 
-from dpfuse.engine.window import Field
+from dpfuse.engine.report_layout import Field
 
 __all__ = ["SendOrder"]
 

@@ -26,9 +26,10 @@ from dpfuse.engine.plan import BucketPlan, rebuild_plan
 from dpfuse.engine.protocols import BucketObserver
 from dpfuse.engine.reducer import IDLE, Calls, Reducer, Wiring
 from dpfuse.engine.report import Report
+from dpfuse.engine.report_layout import Field, Question, ReportLayout
 from dpfuse.engine.send_order import SendOrder
 from dpfuse.engine.settings import SyncSettings
-from dpfuse.engine.window import Field, Window
+from dpfuse.engine.window import Window
 from dpfuse.errors import DPFuseError
 
 __all__ = ["GradSync"]
@@ -50,15 +51,12 @@ class GradSync:
         settings: how gradients are averaged.
         window: counts forwards and backwards, which ranks must have in common.
         features: what is done besides averaging, in this order.
-        fields: what the report compares besides the window; the most important first.
+        later: features that may be added later, on one rank before another: they have their places in the report.
         wrap: puts a listener of the face in front of the reducer.
         observers: are told how each bucket travels.
-        answer: called on every rank in the backward in which all have heard that one asks, by `window.asks`, and where
-            `window.due` is set on all ranks.
-        has_number: whether the report compares a number of a feature.
-        extra_count: how many further numbers of a feature the report adds up.
 
     Attributes:
+        layout: of the report.
         source: the rank whose ready order all ranks take.
         listening: tells the reducer, or a recorder, of backwards.
     """
@@ -72,12 +70,9 @@ class GradSync:
         *,
         window: Window,
         features: Sequence[Feature] = (),
-        fields: Sequence[Field] = (),
+        later: Sequence[Feature] = (),
         wrap: Wrap = lambda reducer: reducer,
         observers: Sequence[BucketObserver] = (),
-        answer: Callable[[], None] = lambda: None,
-        has_number: bool = False,
-        extra_count: int = 0,
     ) -> None:
         self.source = 0
         self.track = Track(board_of(group), settings.number, settings.stall_timeout)
@@ -87,17 +82,18 @@ class GradSync:
         self._agreed: BucketSet | None = None  # that all ranks have agreed on, until it is in use
         self._left: BaseException | None = None  # why this rank has left the group
         order = SendOrder(group, settings.number)
-        compared = [_wrapper_field(settings.number), *fields, *window.fields(), order.field()]
+        self.layout = layout = ReportLayout()
+        layout.compare(_wrapper_field(settings.number))
+        for feature in (*later, *features):
+            feature.register(layout)
+        layout.compare(*window.fields(), order.field())
         self._assembly = Assembly(
             group,
             Surroundings(board_of(group), self.listening.observers, self._leave),
             settings,
             features=list(features),
-            make_report=lambda count, dtype, device: Report(
-                group, count, compared, window, dtype, device, has_number=has_number, extra_count=extra_count
-            ),
+            make_report=lambda count, dtype, device: Report(group, count, layout, window, dtype, device),
         )
-        self._compared = compared
         params = list(params)
         self._spoiler = guard_of(params, group.size())
         self.listening.hooks.put_on(params)
@@ -110,11 +106,11 @@ class GradSync:
             self._check_group,
             install,
             self._guard,
-            self._leaving_after(answer),
+            self._answer,
         )
         wiring = Wiring(
             window,
-            compared,
+            layout,
             self.track,
             self._assembly.features,
             settings.strict,
@@ -153,20 +149,20 @@ class GradSync:
         self.listening.record(recorder)
         self.listening.hooks.install(self.reducer.hooks())
 
-    def add_feature(self, feature: Feature, field: Field | None = None) -> None:
+    def add_feature(self, feature: Feature, *, registered: bool = False) -> None:
         """Ask `feature` before all others from the next backward on; the buckets are made again.
 
         Args:
-            feature: to be asked.
-            field: a number that the ranks compare for it from now on.
+            feature: to be asked. All ranks add it before the same backward, unless it is one of `later`.
+            registered: whether it is one of those.
 
         Raises:
             DPFuseError: a backward is running.
         """
         self._check_idle("a feature was added")
         self._assembly.features.insert(0, feature)
-        if field is not None:
-            self._compared.append(field)
+        if not registered:
+            feature.register(self.layout)
         self.remake()
 
     def average_over(self, rank_count: int) -> None:
@@ -280,17 +276,13 @@ class GradSync:
         self._left = error
         leave(board_of(self.group), error)
 
-    def _leaving_after(self, exchange: Callable[[], None]) -> Callable[[], None]:
-        """Return what calls `exchange`, and leaves the group if that raises."""
-
-        def call() -> None:
-            try:
-                exchange()
-            except BaseException as error:
-                self._leave(error)
-                raise
-
-        return call
+    def _answer(self, question: Question) -> None:
+        """Do what was asked for on every rank, and leave the group if that raises."""
+        try:
+            question.answer()
+        except BaseException as error:
+            self._leave(error)
+            raise
 
     def _check_group(self) -> None:
         if self._left is not None:

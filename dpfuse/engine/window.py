@@ -6,31 +6,11 @@ Knows no tensor, no rank and no group.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dpfuse.engine.report_layout import Field
 
-__all__ = ["Field", "Window"]
+__all__ = ["Window"]
 
 NEVER = 0  # the number of no window
-
-
-@dataclass(frozen=True)
-class Field:
-    """A small number that all ranks must have in common when gradients are averaged.
-
-    Args:
-        name: of the field.
-        value: gives the number of this rank; counted modulo `2 ** bits`.
-        words: what a rank with such a number does, as the end of a sentence that begins with the rank.
-        remedy: what to do about a difference.
-        bits: how many of them are compared.
-    """
-
-    name: str
-    value: Callable[[], int]
-    words: Callable[[int], str]
-    remedy: str
-    bits: int = 6
 
 
 class Window:
@@ -43,8 +23,6 @@ class Window:
 
     Attributes:
         without_inputs: whether this rank has no inputs, and only takes part for ranks that still have some.
-        asks: whether this rank asks all ranks for an exchange of their own, once they have heard of it.
-        due: whether all ranks know that they make an exchange of their own in the next synchronised backward.
         compares_backwards: False while ranks give weights, which say how much each of them has.
         died: whether a backward that was not synchronised died in this window.
         began: the window in which the forward that is running began, if it counts.
@@ -53,8 +31,6 @@ class Window:
 
     def __init__(self, *, counts_forwards: bool = True) -> None:
         self.without_inputs = False
-        self.asks = False
-        self.due = False
         self.compares_backwards = True
         self.died = False
         self.began = NEVER

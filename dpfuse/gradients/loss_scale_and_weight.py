@@ -17,7 +17,8 @@ from dpfuse.engine.plan import Bucket
 from dpfuse.engine.protocols import PackArguments, PackStep
 from dpfuse.engine.reducer import ABANDONED, IDLE, Reducer
 from dpfuse.engine.report import Report
-from dpfuse.engine.window import Field, Window
+from dpfuse.engine.report_layout import Field, Place, ReportLayout
+from dpfuse.engine.window import Window
 from dpfuse.errors import DPFuseError
 from dpfuse.exclusions import refuse
 from dpfuse.gradients.loss_scaling import LossScale
@@ -61,6 +62,7 @@ class GradientFactors(Feature):
     """
 
     eager = False
+    _place: Place  # where ranks tell whether they have found values that are not finite
 
     def __init__(
         self,
@@ -86,9 +88,11 @@ class GradientFactors(Feature):
         self._found: _Found | None = None  # values that are not finite; None where they are not looked for
         self._report: Report | None = None  # that of the last bucket, once it was packed
 
-    def field(self) -> Field:
-        """What the report compares of it, whether it is attached or not."""
-        return Field("handling", lambda: self._handling, _handling_words, REMEDY, bits=4)
+    def register(self, layout: ReportLayout) -> None:
+        """As `Feature.register`. The ranks compare what they do with gradients, whether it is attached or not."""
+        layout.compare(Field("handling", lambda: self._handling, _handling_words, REMEDY, bits=4))
+        self._place = layout.register("nonfinite", 1)
+        self.weight.register(layout)
 
     def weigh(self, weight: Any, reduction: Any) -> None:
         """Give this rank's gradients a weight in the next synchronised backward; arguments as for `GradientWeight.set`.
@@ -147,7 +151,7 @@ class GradientFactors(Feature):
         report, found = self._report, self._found
         assert report is not None
         if found is not None:
-            somewhere = report.slot("nonfinite") != 0
+            somewhere = report.sums(self._place)[0] != 0
             if report.group.size() > 1 and somewhere.is_cuda:
                 somewhere = somewhere | report.alarm()  # the gradients are spoilt if the ranks do not agree
             self.loss_scale.unscaled(somewhere.float())
@@ -229,7 +233,7 @@ class _FactorStep(PackStep):
         if factors._factor is not None and arguments.report is not None:
             packed.copy_(arguments.report)  # the factor is for gradients alone
         if found is not None:
-            self._report.write_slot(packed, "nonfinite", found.others + found.counts.any())
+            self._report.write(packed, factors._place, found.others + found.counts.any())
         factors.weight.tell(self._report, packed)
 
 

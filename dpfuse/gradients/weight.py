@@ -14,6 +14,7 @@ from torch import Tensor
 from dpfuse.comm import collective
 from dpfuse.engine import messages
 from dpfuse.engine.report import Report
+from dpfuse.engine.report_layout import Place, ReportLayout
 from dpfuse.engine.streams import HostCopy, capturing
 from dpfuse.engine.window import Window
 from dpfuse.errors import DPFuseError
@@ -47,6 +48,8 @@ class GradientWeight:
         reduction: one of `REDUCTIONS`.
     """
 
+    _place: Place
+
     def __init__(self, group: dist.ProcessGroup, step: Callable[[], int], window: Window) -> None:
         self.value: Tensor | None = None
         self.reduction = "mean"
@@ -56,6 +59,14 @@ class GradientWeight:
         self._weighs = False  # whether the backward that is running does
         self._scale = 1.0  # what averaging multiplies with in it
         self._told: list[_Told] = []
+
+    def register(self, layout: ReportLayout) -> None:
+        """As `Feature.register`."""
+        self._place = layout.register("gradient weight", {"weight": 1, "bad": 1, "weighing": 1})
+
+    def sums(self, report: Report) -> Tensor:
+        """Return the sum of all weights, the number of bad ones, and the number of ranks with one, [3] float64."""
+        return report.sums(self._place).double()
 
     @staticmethod
     def checked(weight: Any, reduction: Any, device: torch.device) -> Tensor | None:
@@ -109,9 +120,8 @@ class GradientWeight:
         if self._weighs:
             assert self.value is not None
             good = (self.value >= 0) & self.value.isfinite()
-            report.write_slot(packed, "weight", torch.where(good, self.value, 0.0))
-            report.write_slot(packed, "bad_weight", good.logical_not().float())
-            report.write_slot(packed, "weighing", torch.ones_like(self.value))
+            told = torch.where(good, self.value, 0.0), good.logical_not().float(), torch.ones_like(self.value)
+            report.write(packed, self._place, torch.stack(told))
 
     def delivered(self, report: Report) -> Tensor | None:
         """The gradients of a backward have landed, with the report.
@@ -123,8 +133,8 @@ class GradientWeight:
         weighs, self._weighs = self._weighs, False
         if not weighs and not self._window.without_inputs:
             return None
-        total, bad, weighing = (report.slot(name).double() for name in ("weight", "bad_weight", "weighing"))
-        values = torch.stack([total, bad, weighing])
+        values = self.sums(report)
+        total, bad, weighing = values
         if not values.is_cuda:
             own = 0.0 if self.value is None or self._window.without_inputs else self.value.item()
             self._told.append(_Told(self._step(), HostCopy(values), own))

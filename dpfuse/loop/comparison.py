@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dpfuse.engine.report import Report
+from dpfuse.engine.report_layout import Place
 from dpfuse.engine.streams import capturing
 from dpfuse.loop.input_hash import InputHash
 from dpfuse.loop.model import Model
@@ -32,15 +33,16 @@ class Comparison:
         model: whose gradients are averaged.
         device: of the parameters, such as "cpu".
         size: number of ranks.
+        place: of what the ranks tell each other, in the report.
 
     Attributes:
         waits: whether the next average is to be told of.
         heard: whether a rule has heard something since the last step.
     """
 
-    def __init__(self, module: nn.Module, model: Model, device: str, size: int) -> None:
+    def __init__(self, module: nn.Module, model: Model, device: str, size: int, place: Place) -> None:
         self._model = model
-        self._words = RankWords(size)
+        self._words = RankWords(place, size)
         self._inputs = InputHash()
         self._own = OwnGradient(module)
         self._batches = SameBatches(model.rank, self._own)

@@ -18,6 +18,7 @@ from dpfuse.engine.optimizer_step_hook import call_after_steps, call_before_step
 from dpfuse.engine.plan import Bucket, BucketPlan
 from dpfuse.engine.protocols import PackArguments, PackStep
 from dpfuse.engine.report import Report
+from dpfuse.engine.report_layout import Place, ReportLayout
 from dpfuse.engine.streams import capturing
 from dpfuse.engine.sync import GradSync
 from dpfuse.engine.torch_private import has_hooks_of_others
@@ -30,7 +31,7 @@ from dpfuse.loop.findings import findings
 from dpfuse.loop.model import Model, Times
 from dpfuse.loop.never_stepped import NeverStepped
 from dpfuse.loop.optimizer_rules import OptimizerRules, best_of
-from dpfuse.loop.rank_words import is_due, next_change
+from dpfuse.loop.rank_words import WIDTHS, is_due, next_change
 from dpfuse.loop.repeated_order import RepeatedOrder
 from dpfuse.loop.watched_gradient import WatchedGradient, is_plain
 
@@ -58,6 +59,8 @@ class LoopCheck(Feature):
         failed: whether a rule has failed, so that the check is off.
         hears_forwards: whether `forward_begins` has anything to note.
     """
+
+    _place: Place
 
     def __init__(
         self,
@@ -90,6 +93,10 @@ class LoopCheck(Feature):
         self._runs = False  # whether a backward was opened and has not ended
         self._announced = False
         call_before_steps(self)
+
+    def register(self, layout: ReportLayout) -> None:
+        """As `Feature.register`."""
+        self._place = layout.register("loop", WIDTHS)
 
     def step(self, order: int, bucket: Bucket, buffer: CommBuffer, report: Report | None) -> PackStep | None:
         """As `Feature.step`."""
@@ -277,7 +284,8 @@ class LoopCheck(Feature):
         self._spares = [WatchedGradient(param, name, self._rank) for name, param in some]
         self._watched = list(self._spares)
         self._look_at_rest()
-        self._comparison = Comparison(self._module, model, grads.params[0].device.type, grads.group.size())
+        device, size = grads.params[0].device.type, grads.group.size()
+        self._comparison = Comparison(self._module, model, device, size, self._place)
         return model
 
     def _choose_watched(self) -> None:

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from dpfuse.engine.report import Report
+from dpfuse.engine.report_layout import Place
 from dpfuse.engine.streams import HostCopy, capturing
 
-__all__ = ["LOOP_NUMBERS", "RankWords", "Sums", "Word", "bits_of", "is_due", "next_change"]
+__all__ = ["WIDTHS", "RankWords", "Sums", "Word", "bits_of", "is_due", "next_change"]
 
 Word = Sequence[float] | Tensor
 WIDTHS = {
@@ -29,8 +30,6 @@ WIDTHS = {
     "rates": 8,  # a hash of their learning rates
     "rate": 1,  # the mean of these, a number
 }
-LOOP_NUMBERS = sum(WIDTHS.values())
-PLACES = {name: sum(list(WIDTHS.values())[:place]) for place, name in enumerate(WIDTHS)}
 FIRST, LAST = 3, 20  # synchronised backwards, counted from 0, in which words are sent
 EVERY, RUNNING = 128, 2  # later: two backwards out of so many
 
@@ -63,23 +62,25 @@ class Sums:
     """What the ranks have added up.
 
     Args:
+        place: of the words in the report.
         numbers: the sums over the ranks, of all words.
         own: the words of this rank.
         size: number of ranks.
     """
 
-    def __init__(self, numbers: Sequence[float], own: Sequence[float], size: int) -> None:
+    def __init__(self, place: Place, numbers: Sequence[float], own: Sequence[float], size: int) -> None:
+        self._parts = place.parts
         self._numbers = numbers
         self._own = own
         self.size = size
 
     def total(self, name: str) -> float:
         """Return the sum of a word of one number: of one bit, how many ranks have set it."""
-        return self._numbers[PLACES[name]]
+        return float(self._numbers[self._parts[name].start])
 
     def own(self, name: str) -> list[float]:
         """Return the word of this rank."""
-        return list(self._own[PLACES[name] : PLACES[name] + WIDTHS[name]])
+        return list(self._own[self._parts[name]])
 
     def all_set(self, name: str) -> bool:
         """Whether all ranks have set this bit."""
@@ -87,18 +88,19 @@ class Sums:
 
     def same(self, name: str) -> bool:
         """Whether all ranks have sent the same bits."""
-        numbers = self._numbers[PLACES[name] : PLACES[name] + WIDTHS[name]]
-        return all(round(number) in (0, self.size) for number in numbers)
+        return all(round(number) in (0, self.size) for number in self._numbers[self._parts[name]])
 
 
 class RankWords:
     """Writes the words of this rank into the report, and reads the sums: on a GPU one backward later.
 
     Args:
+        place: of the words in the report.
         size: number of ranks.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, place: Place, size: int) -> None:
+        self._place = place
         self._size = size
         self._own: list[float] = []
         self._on_gpu: Tensor | None = None  # the hash of the inputs, where only the device knows it
@@ -109,16 +111,16 @@ class RankWords:
         """Write words into what is packed, [numel]; those that are left out are zeros."""
         if capturing():
             return
-        own, self._on_gpu = [0.0] * LOOP_NUMBERS, None
+        own, self._on_gpu = [0.0] * self._place.width, None
         for name, word in words.items():
             if isinstance(word, Tensor):
                 self._on_gpu = word
             else:
-                own[PLACES[name] : PLACES[name] + WIDTHS[name]] = word
+                own[self._place.parts[name]] = word
         self._own, self._report = own, report
-        report.write_extras(packed, torch.tensor(own, dtype=torch.float64, device="cpu"))
+        report.write(packed, self._place, torch.tensor(own, dtype=torch.float64, device="cpu"))
         if self._on_gpu is not None:
-            report.write_extras(packed, self._on_gpu, PLACES["inputs"])
+            report.write(packed, self._place, self._on_gpu, "inputs")
 
     @property
     def waits(self) -> bool:
@@ -132,18 +134,18 @@ class RankWords:
         report, self._report = self._report, None
         if report is None:
             return known
-        sums = report.extras()
+        sums = report.sums(self._place)
         if not sums.is_cuda:
-            return Sums(sums.tolist(), self._own, self._size)
+            return Sums(self._place, sums.tolist(), self._own, self._size)
         sums = sums if self._on_gpu is None else torch.cat([sums, self._on_gpu.to(sums.dtype)])
         self._copy = HostCopy(sums), self._own
         return known
 
     def _read(self, copy: HostCopy, own: list[float]) -> Sums:
-        numbers = copy.read()
-        if len(numbers) > LOOP_NUMBERS:
-            own[PLACES["inputs"] : PLACES["inputs"] + WIDTHS["inputs"]] = numbers[LOOP_NUMBERS:]
-        return Sums(numbers[:LOOP_NUMBERS], own, self._size)
+        numbers, width = copy.read(), self._place.width
+        if len(numbers) > width:
+            own[self._place.parts["inputs"]] = numbers[width:]
+        return Sums(self._place, numbers[:width], own, self._size)
 
 
 def bits_of(number: int, count: int) -> list[float]:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from dpfuse.engine.optimizer_step_hook import call_after_steps, call_before_steps
 from dpfuse.engine.reducer import IDLE, Phase
+from dpfuse.engine.report import Compared
 from dpfuse.engine.window import Window
 from dpfuse.errors import WeightsWarning
 from dpfuse.weights.check import WeightsCheck
@@ -45,14 +46,15 @@ class CallWeights:
     def __init__(self, tensors: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
         device = next(iter(tensors.values())).device
         self._pairs = torch.zeros((BITS, 2), device=device)
-        self._calls = calls = _Calls(self._pairs)
+        self._compared = Compared(self._pairs, late=False)  # a vote is read in the call that makes it
+        self._calls = calls = _Calls()
         self._living: dict[int, Tensor] = {}  # the parameters by id, while something is done with them
         self._optimizers: WeakSet[Optimizer] = WeakSet()  # those that step some of them
         made_of = dict(tensors)
         self._check = WeightsCheck(
             lambda: made_of, lambda: 0, group, lambda: calls, Window(), raises=False, words=WORDS, hold=self._hold
         )
-        self._check.compare_in(calls)
+        self._check.compare_in(self._compared)
         self._check.prepare()
         made_of.clear()
         self._ids = set(map(id, tensors.values()))
@@ -85,7 +87,7 @@ class CallWeights:
         """Return what this rank says in the vote: the hash that the last step has written, if any. Waits for it."""
         pairs = self._pairs.tolist()
         found = sum(int(one) << place for place, (one, _) in enumerate(pairs))
-        return found | any(pairs[0]) * HASHED | self._check.due * DUE
+        return found | any(pairs[0]) * HASHED | self._check.question.due * DUE
 
     def compared(self, numbers: Sequence[int], params: Iterable[Tensor]) -> None:
         """Take what the ranks have said in the vote of this call, before gradients are averaged.
@@ -100,7 +102,7 @@ class CallWeights:
         try:
             due = any(number & DUE for number in numbers)
             hashes = {number & ~DUE for number in numbers if number & HASHED}
-            self._calls.differs = len(hashes) > 1
+            self._compared.differs = len(hashes) > 1
         except Exception as error:
             self._fail(error)
         if due:
@@ -127,16 +129,9 @@ def _params_of(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 class _Calls:
-    """What `WeightsCheck` wants of a reducer and of a report.
-
-    Args:
-        number: of a hash, each bit as a pair, [32, 2].
-    """
+    """What `WeightsCheck` wants of a reducer."""
 
     phase: Phase = IDLE
-    is_on_cpu = True  # a vote is read in the call that makes it
 
-    def __init__(self, number: Tensor) -> None:
-        self.number: Tensor | None = number
+    def __init__(self) -> None:
         self.completed = 0
-        self.differs = False

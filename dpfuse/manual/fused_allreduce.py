@@ -27,6 +27,7 @@ from dpfuse.engine.local_part import is_divided
 from dpfuse.engine.param_spec import ParamSpec
 from dpfuse.engine.plan import MB
 from dpfuse.engine.report import Outcome, Reading, Report
+from dpfuse.engine.report_layout import ReportLayout
 from dpfuse.engine.settings import SyncSettings
 from dpfuse.engine.window import Window
 from dpfuse.errors import DPFuseError
@@ -295,7 +296,7 @@ class _Prepared:
             Surroundings(board_of(group), [], lambda error: _leave(group, error)),
             SyncSettings(scale=options.scale, wire=options.wire, deterministic=options.deterministic),
             overlaps=False,
-            make_report=lambda count, dtype, device: Report(group, count, [], window, dtype, device),
+            make_report=lambda count, dtype, device: Report(group, count, ReportLayout(), window, dtype, device),
         )
         buckets = assembly.make(plan_in_order(self._specs, options.bucket_size), self.params)
         names = [spec.name for spec in self._specs]

@@ -15,7 +15,8 @@ from dpfuse.engine.feature import Feature
 from dpfuse.engine.plan import Bucket
 from dpfuse.engine.protocols import PackStep
 from dpfuse.engine.reducer import Reducer
-from dpfuse.engine.report import SLOTS, Report
+from dpfuse.engine.report import Report
+from dpfuse.engine.report_layout import Place, ReportLayout
 from dpfuse.engine.streams import capturing
 from dpfuse.engine.window import Window
 from dpfuse.gradients.norm import Gradients
@@ -27,12 +28,15 @@ from dpfuse.measure.step_times import StepTimes
 __all__ = ["Metrics", "noise_of"]
 
 
+PARTS = {"squares": 1, "measured": 1, "nonfinite": 1}  # what ranks add up: squares, ranks that have some, bad values
+
+
 class _Measured(NamedTuple):
     """One synchronised backward."""
 
     step: int
     times: CommunicationTimes
-    values: Tensor  # the squared norm of the delivered gradients, then SLOTS of the report; float64 on their device
+    values: Tensor  # the squared norm of the delivered gradients, the sums of PARTS, those of weights; [7] float64
     scale: float  # what averaging multiplies the sum of the ranks with
 
 
@@ -49,6 +53,8 @@ class Metrics(Feature):
     Attributes:
         step_times: of each step.
     """
+
+    _place: Place
 
     def __init__(
         self,
@@ -70,6 +76,9 @@ class Metrics(Feature):
         self._report: Report | None = None
         self._last: _Measured | None = None
         self._numbers: dict[str, float] = {}  # of it, once they were read
+
+    def register(self, layout: ReportLayout) -> None:
+        self._place = layout.register("metrics", PARTS)
 
     def step(self, order: int, bucket: Bucket, buffer: CommBuffer, report: Report | None) -> PackStep:
         return LocalSquares(self, buffer, report, sparse=bucket.sparse)
@@ -112,16 +121,15 @@ class Metrics(Feature):
             known = 1.0 if weight is None else float(weight)
             takes_part = known > 0 if weight is not None else not self._window.without_inputs
             # What is sent is weight times gradient: divided once, the weighted square is left.
-            report.write_numbers(packed, "squares", [total / known if known > 0 else 0.0, takes_part, wrong])
+            told = [total / known if known > 0 else 0.0, takes_part, wrong]
+            report.write(packed, self._place, torch.tensor(told, dtype=torch.float64, device="cpu"))
             return
         squares, nonfinite = (torch.stack(numbers).sum() for numbers in zip(*self._sent, strict=True))
         measured = torch.full_like(squares, not self._window.without_inputs)
         if weight is not None:
             measured = (weight > 0).double()
             squares = torch.where(weight > 0, squares / weight.double(), 0.0)
-        report.write_slot(packed, "squares", squares)
-        report.write_slot(packed, "measured", measured)
-        report.write_slot(packed, "nonfinite_values", nonfinite)
+        report.write(packed, self._place, torch.stack([squares, measured, nonfinite.to(squares.dtype)]))
 
     def delivered(self) -> None:
         """As `Feature.delivered`."""
@@ -129,7 +137,7 @@ class Metrics(Feature):
         if report is None or not self._measures:
             return
         squares = Gradients(reducer.buckets, ()).squares()
-        values = torch.cat([squares.view(1), report.slots().double()])
+        values = torch.cat([squares.view(1), report.sums(self._place).double(), self._weight.sums(report)])
         averaging = reducer.buckets[0].averaging
         self._last = _Measured(reducer.completed, self._times, values, averaging.pre_scale * averaging.post_scale)
         self._report, self._numbers = None, {}
@@ -143,12 +151,8 @@ class Metrics(Feature):
     def _computed(self, last: _Measured) -> dict[str, float]:
         step, times, values, scale = last
         times.finish()
-        square, *numbers = values.tolist()
-        told = dict(zip(SLOTS, numbers, strict=True))
-        squares, ranks, nonfinite, weighing = (
-            told[name] for name in ("squares", "measured", "nonfinite_values", "weighing")
-        )
-        batch = told["weight"] if weighing else ranks
+        square, squares, ranks, nonfinite, weight, _, weighing = values.tolist()
+        batch = weight if weighing else ranks
         mean = square if weighing or not ranks else square / (scale * ranks) ** 2
         signal, variance = (math.nan, math.nan) if self._hooked() else noise_of(squares, mean, ranks, batch)
         return {

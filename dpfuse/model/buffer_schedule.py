@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from dpfuse.engine.feature import Feature
 from dpfuse.engine.protocols import Companion
-from dpfuse.engine.window import Window
+from dpfuse.engine.report_layout import Question, ReportLayout
 from dpfuse.errors import DPFuseError
 from dpfuse.model.buffers import BufferKind, BufferSync
 
@@ -23,7 +23,6 @@ class BufferSchedule(Feature, Companion):
     Args:
         buffers: to send.
         source: returns the rank whose buffers all ranks take.
-        window: takes what this rank asks for: to settle on the buffers that travel, once they have changed here.
         active: whether to send them, in backward and before a forward.
 
     Attributes:
@@ -33,16 +32,20 @@ class BufferSchedule(Feature, Companion):
         refusal: why the ranks have not settled on the buffers that travel, as an error; empty if they have.
     """
 
-    def __init__(self, buffers: BufferSync, source: Callable[[], int], window: Window, *, active: bool) -> None:
+    def __init__(self, buffers: BufferSync, source: Callable[[], int], *, active: bool) -> None:
         self.before_forward = self.in_backward = active
         self.hook: Callable[[], None] | None = None
         self.refusal = ""
         self._buffers = buffers
         self._source = source
-        self._window = window
+        self._question = Question("which buffers travel", self._settle_for_question)
         self._fresh = False  # whether a backward has sent them since the last forward
         self._begun = False  # whether they were sent, or a forward that counts has begun
         self._in_place = False  # whether the last forward raised, with the buffers that it was to have
+
+    def register(self, layout: ReportLayout) -> None:
+        """As `Feature.register`: a rank on which buffers have changed asks all ranks to settle on those that travel."""
+        layout.ask(self._question)
 
     @property
     def agreed(self) -> Mapping[str, BufferKind]:
@@ -78,7 +81,22 @@ class BufferSchedule(Feature, Companion):
     def opened(self, *, sync: bool, announced: bool) -> None:
         """As `Feature.opened`. A forward may have changed buffers, as observers do that get a shape in the first."""
         if sync and self.in_backward:
-            self._window.asks = self._buffers.unsettled
+            self._question.asks = self._buffers.unsettled
+
+    def settle(self) -> str:
+        """Settle with the other ranks on the buffers that travel; to be called on every rank.
+
+        Returns:
+            The error to raise on every rank; empty if there is none.
+        """
+        if not self.in_backward:
+            return ""
+        refusal = self._buffers.settle(self._source())
+        self._question.asks = self._buffers.unsettled
+        return refusal or ""
+
+    def _settle_for_question(self) -> None:
+        self.refusal = self.settle()
 
     def delivered(self) -> None:
         """As `Feature.delivered`.

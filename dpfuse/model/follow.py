@@ -12,6 +12,7 @@ from dpfuse.engine.plan import BucketPlan
 from dpfuse.engine.sync import GradSync
 from dpfuse.engine.window import Window
 from dpfuse.errors import DPFuseError
+from dpfuse.model.buffer_schedule import BufferSchedule
 from dpfuse.model.buffers import BufferSync
 from dpfuse.model.change import ModelChange
 from dpfuse.model.check import check_module, describe_model, tensors_of
@@ -31,12 +32,10 @@ class ModuleFollower:
         options: the options of the wrapper.
         grads: the synchronisation of the gradients.
         buffers: the synchronisation of the module's buffers.
+        schedule: whether they are ever sent. Then the ranks compare which buffers they have.
         may_have_changed: called before the module is looked at.
         agreed: called once all ranks have changed their modules in the same way.
-        window: takes what this rank asks for.
-
-    Attributes:
-        compare_buffers: whether the module's buffers are ever sent. Then the ranks compare which buffers they have.
+        window: knows whether gradients were accumulated in it.
     """
 
     def __init__(
@@ -46,17 +45,18 @@ class ModuleFollower:
         options: SyncOptions,
         grads: GradSync,
         buffers: BufferSync,
+        schedule: BufferSchedule,
         *,
         may_have_changed: Callable[[], None] | None,
         agreed: Callable[[], None],
         window: Window,
     ) -> None:
-        self.compare_buffers = options.broadcast_buffers
         self._module = module
         self._signature = signature
         self._options = options
         self._grads = grads
         self._buffers = buffers
+        self._schedule = schedule
         self._window = window
         self._had_buffers = buffers.exist
         self._may_have_changed = may_have_changed
@@ -77,7 +77,7 @@ class ModuleFollower:
         unchanged, found = self._signature.unchanged(), self._buffers.found
         if unchanged and self._grads.reducer.change:
             unchanged = not self._signature.has_frozen()
-        if self.compare_buffers:
+        if self._schedule.in_backward:
             self._buffers.look_for_others()
         if (not unchanged or self._buffers.found is not found) and functional_call_runs(self._module):
             return False
@@ -89,7 +89,7 @@ class ModuleFollower:
             for param in self._grads.params:
                 if type(param) is LocalPart:
                     param.renew()
-        if self.compare_buffers and self._buffers.exist and not self._had_buffers:
+        if self._schedule.in_backward and self._buffers.exist and not self._had_buffers:
             self._had_buffers = True
             self._grads.remake()
         return True
@@ -150,23 +150,13 @@ class ModuleFollower:
 
     def _agree(self, change: ModelChange) -> None:
         change.agree(self._grads.group)
-        refusal = self.settle_buffers() if self.compare_buffers else ""
+        refusal = self._schedule.settle()
         if refusal:
             raise DPFuseError(refusal)
         self._grads.keep_change()
         self._signature.agree()
         self._wish = ""
         self._agreed()
-
-    def settle_buffers(self) -> str:
-        """Settle with the other ranks on the buffers that travel; to be called on every rank.
-
-        Returns:
-            The error to raise on every rank; empty if there is none.
-        """
-        refusal = self._buffers.settle(self._grads.source)
-        self._window.asks = self._buffers.unsettled
-        return refusal or ""
 
 
 def params_of(module: nn.Module, plan: BucketPlan) -> list[nn.Parameter]:

@@ -24,7 +24,7 @@ from dpfuse.engine.plan import BucketPlan
 from dpfuse.engine.reducer import ABANDONED, IDLE
 from dpfuse.engine.settings import SyncSettings
 from dpfuse.engine.sync import GradSync
-from dpfuse.engine.window import Field, Window
+from dpfuse.engine.window import Window
 from dpfuse.errors import DPFuseError
 from dpfuse.exclusions import refuse
 from dpfuse.gradients.divided_norm import DividedGradients
@@ -35,7 +35,6 @@ from dpfuse.gradients.norm import GradientReader, refuse_running
 from dpfuse.gradients.square_sum import NormInBackward
 from dpfuse.loop.group_of_one import tell_of_group
 from dpfuse.loop.loop_check import LoopCheck
-from dpfuse.loop.rank_words import LOOP_NUMBERS
 from dpfuse.measure.communication_times import CommunicationTimes
 from dpfuse.measure.metrics import Metrics
 from dpfuse.measure.phase_times import PhaseTimes
@@ -138,7 +137,7 @@ class ModuleSync:
         self._failed: tuple[FailedBatch, int] | None = None  # of the last forward, if it raised, and its window
         self._tried: FailedBatch | None = None  # whose data the running forward tries once more
         buffers = BufferSync(module, options.ignored, group, agreed_buffers)
-        self.buffers = BufferSchedule(buffers, lambda: self.grads.source, self.window, active=options.broadcast_buffers)
+        self.buffers = BufferSchedule(buffers, lambda: self.grads.source, active=options.broadcast_buffers)
         if options.broadcast_buffers:
             buffers.keep_values()
         signature = ModelSignature(module, options.ignored)
@@ -210,12 +209,9 @@ class ModuleSync:
             _settings_of(options, number, module),
             window=self.window,
             features=features,
-            fields=[self.factors.field()],
+            later=[self.factors],
             wrap=face.wrap,
             observers=() if self.metrics is None else (self.metrics, self.metrics.step_times),
-            answer=self._answer,
-            has_number=self.weights is not None,
-            extra_count=0 if self.loop is None else LOOP_NUMBERS,
         )
         if self.weights is not None:
             call_before_steps(self.weights)  # only now: what failed to be made must not be called
@@ -228,6 +224,7 @@ class ModuleSync:
             options,
             self.grads,
             buffers,
+            self.buffers,
             may_have_changed=face.module_changed,
             agreed=self._plan_residuals,
             window=self.window,
@@ -329,7 +326,7 @@ class ModuleSync:
     def use_buffers(self, *, before_forward: bool, in_backward: bool) -> None:
         """Say whether buffers are sent before the next forward, if they must be, and in the backwards from now on."""
         self.buffers.before_forward = before_forward
-        self.buffers.in_backward = self._follower.compare_buffers = in_backward
+        self.buffers.in_backward = in_backward
 
     def send_model(self, *, buffers: bool) -> None:
         """Overwrite parameters, and buffers if asked to, with those of the rank `grads.source`."""
@@ -371,7 +368,7 @@ class ModuleSync:
             return
         if self.grads.reducer.phase is IDLE:  # else once what is in flight is drained
             self.factors.attached = True
-            self.grads.add_feature(self.factors)
+            self.grads.add_feature(self.factors, registered=True)
 
     @property
     def recording(self) -> bool:
@@ -474,14 +471,9 @@ class ModuleSync:
             self._divided = planned, name
         return name
 
-    def divide(self, dividing: Dividing, field: Field) -> None:
-        """Let each rank receive only its part of the averaged gradients, from the next backward on.
-
-        Args:
-            dividing: divides them.
-            field: what the ranks compare of the optimizer that steps on them.
-        """
-        self.grads.add_feature(dividing, field)
+    def divide(self, dividing: Dividing) -> None:
+        """Let each rank receive only its part of the averaged gradients, from the next backward on."""
+        self.grads.add_feature(dividing)
         self._dividing = dividing
 
     def gradients(self) -> Measurable:
@@ -500,13 +492,6 @@ class ModuleSync:
         """Leave the module as if it had never been wrapped."""
         self.grads.remove_hooks()
         self.factors.loss_scale.found = None  # what is wrapped again is unscaled by others
-
-    def _answer(self) -> None:
-        """Make the exchanges that are due: on every rank, in the same backward."""
-        if self._follower.compare_buffers:
-            self.buffers.refusal = self._follower.settle_buffers()
-        if self.weights is not None and self.weights.due:
-            self.weights.examine()
 
     def _plan_residuals(self) -> None:
         if self.error_feedback is not None:

@@ -15,6 +15,7 @@ from dpfuse.engine.bucket_set import names_of
 from dpfuse.engine.comm_buffer import CommBuffer, Format, Zeros
 from dpfuse.engine.plan import Bucket, BucketPlan
 from dpfuse.engine.protocols import Delivery, Exchange
+from dpfuse.engine.report_layout import Field, ReportLayout
 from dpfuse.engine.streams import SideStream
 from dpfuse.errors import DPFuseError
 from dpfuse.model.module_sync import Dividing, ModuleSync
@@ -36,13 +37,15 @@ class Sharding(Dividing):
     Args:
         sync: of the model.
         finish: waits for parameters that are on their way.
+        field: what the ranks compare of the optimizer.
 
     Attributes:
         used: the buckets' gradients of the last backward that synchronised; buckets may change when it ends.
     """
 
-    def __init__(self, sync: ModuleSync, finish: Callable[[], None]) -> None:
+    def __init__(self, sync: ModuleSync, finish: Callable[[], None], field: Field) -> None:
         self.used: list[ShardedDelivery] = []
+        self._field = field
         self._grads, self._group = sync.grads, sync.grads.group
         self._finish = finish
         device = sync.grads.params[0].device
@@ -50,6 +53,9 @@ class Sharding(Dividing):
         self._incoming = Incoming(scatters=scatters)
         self._owners: dict[int, int] = {}  # the rank of a parameter that is needed whole, by its id; it never changes
         self._loads = [0.0] * self._group.size()  # what the updates of each rank's whole tensors cost
+
+    def register(self, layout: ReportLayout) -> None:
+        layout.compare(self._field)
 
     def own(self, groups: ParamGroups) -> None:
         """Choose an owner for each parameter that is needed whole and has none.
@@ -117,14 +123,15 @@ class ShardingInBackward(Sharding):
     Args:
         sync: of the model.
         finish: waits for parameters that are on their way.
+        field: what the ranks compare of the optimizer.
         in_backward: lands the buckets.
     """
 
     eager = False  # the memory of a bucket is that of others until it is sent
     in_backward = True
 
-    def __init__(self, sync: ModuleSync, finish: Callable[[], None], in_backward: InBackward) -> None:
-        super().__init__(sync, finish)
+    def __init__(self, sync: ModuleSync, finish: Callable[[], None], field: Field, in_backward: InBackward) -> None:
+        super().__init__(sync, finish, field)
         self._in_backward = in_backward
         self._known = frozenset(map(id, sync.grads.params))
         self._ring = Ring(sync.grads.plan, self._group.size(), DEPTH)

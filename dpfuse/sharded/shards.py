@@ -15,8 +15,8 @@ from torch.autograd.graph import increment_version
 from dpfuse.comm.waiting import READ, STEP, board_of, finish
 from dpfuse.engine.bucket_set import names_of
 from dpfuse.engine.comm_buffer import CommBuffer
+from dpfuse.engine.report_layout import Field
 from dpfuse.engine.sync import GradSync
-from dpfuse.engine.window import Field
 from dpfuse.errors import DPFuseError
 from dpfuse.gradients.norm import refuse_running
 from dpfuse.model.module_sync import ModuleSync
@@ -74,13 +74,13 @@ class Shards:
         self._failure: Exception | None = None  # why this rank could not update a part
         self.in_backward = InBackward(self._group, self, largest_norm) if in_backward else None
         self._sharding = (
-            Sharding(sync, self.finish)
+            Sharding(sync, self.finish, self._field())
             if self.in_backward is None
-            else ShardingInBackward(sync, self.finish, self.in_backward)
+            else ShardingInBackward(sync, self.finish, self._field(), self.in_backward)
         )
         self._sharding.own(groups)
         self._resets = 0  # a number that tells which states were reset, in any order
-        sync.divide(self._sharding, self._field())
+        sync.divide(self._sharding)
         self._follow(self._sharding.deliveries())
 
     def step(self) -> None:

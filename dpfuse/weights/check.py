@@ -30,7 +30,8 @@ from dpfuse.engine.local_part import LocalPart, leaf_of
 from dpfuse.engine.plan import Bucket
 from dpfuse.engine.protocols import PackStep
 from dpfuse.engine.reducer import IDLE, Phase
-from dpfuse.engine.report import Report
+from dpfuse.engine.report import Compared, Report
+from dpfuse.engine.report_layout import Place, Question, ReportLayout
 from dpfuse.engine.streams import capturing
 from dpfuse.engine.user_line import warn_at_user
 from dpfuse.engine.window import Window
@@ -38,6 +39,7 @@ from dpfuse.errors import DPFuseError, WeightsWarning
 from dpfuse.weights.examination import Differences, compare, measure
 from dpfuse.weights.finding import CODE, OF_BACKWARDS, OTHER_TENSORS, Finding, Words, tell_other_tensors
 from dpfuse.weights.hashing import Hashing, Hold
+from dpfuse_kernels.bit_hash import BITS
 
 __all__ = ["WeightsCheck"]
 
@@ -55,17 +57,6 @@ class Averages(Protocol):
     phase: Phase
 
 
-class Comparison(Protocol):
-    """What compares a number over the ranks. The attributes are those of `Report`."""
-
-    number: Tensor | None
-    differs: bool
-
-    @property
-    def is_on_cpu(self) -> bool:
-        """Whether `differs` is known in the backward that compares."""
-
-
 class WeightsCheck(Feature):
     """Has the report compare hashes of the weights, and tells of what differs.
 
@@ -74,16 +65,18 @@ class WeightsCheck(Feature):
         version: returns a number that changes where `tensors` may return others.
         group: the ranks.
         averages: returns what averages the gradients, such as the reducer of the model.
-        window: knows whether this rank has inputs; takes what all ranks are to do in the next backward.
+        window: knows whether this rank has inputs.
         raises: True raises where weights differ, False warns.
         words: for the messages.
         hold: how the hashing refers to the parameters; see `Hashing`.
 
     Attributes:
         known: parameters that are known to differ, by name; each with the averaged backward of which that is known.
-        due: whether all ranks examine what differs in the next averaged backward.
+        question: what differs. All ranks know when it is due.
         off: why weights are not compared any more; empty while they are.
     """
+
+    _place: Place
 
     def __init__(
         self,
@@ -98,8 +91,8 @@ class WeightsCheck(Feature):
         hold: Hold | None = None,
     ) -> None:
         self.known: dict[str, int] = {}
-        self.due = False
         self.off = ""
+        self.question = Question("weights", self.examine)
         self._tensors = tensors
         self._version = version
         self._group = group
@@ -111,7 +104,7 @@ class WeightsCheck(Feature):
         # When the model was wrapped, the ranks have compared them.
         self._strides = {name: dense_stride(tensor) for name, tensor in tensors().items()}
         self._common = set(self._strides)  # names that all ranks have, as far as is known
-        self._report: Comparison | None = None
+        self._report: Compared | None = None
         self._hashing: Hashing | None = None
         self._made_for = -1  # the version for which it was made
         self._ids: set[int] = set()  # of the parameters that are compared
@@ -137,15 +130,20 @@ class WeightsCheck(Feature):
 
     # --- What the engine tells ---
 
+    def register(self, layout: ReportLayout) -> None:
+        """As `Feature.register`."""
+        self._place = layout.register("hash of the weights", BITS, compared=True)
+        layout.ask(self.question)
+
     def step(self, order: int, bucket: Bucket, buffer: CommBuffer, report: Report | None) -> PackStep | None:
         """As `Feature.step`: take the report that the next backwards send."""
         if report is not None:
-            self.compare_in(report)
+            self.compare_in(report.compared(self._place))
         return None
 
-    def compare_in(self, report: Comparison) -> None:
-        """Write hashes into the number of a report, and learn from it whether they differ."""
-        self._report = report
+    def compare_in(self, compared: Compared) -> None:
+        """Write hashes there, and learn from it whether they differ."""
+        self._report = compared
 
     def opened(self, *, sync: bool, announced: bool) -> None:
         """As `Feature.opened`: a rank without inputs makes no steps, so it says nothing of its weights."""
@@ -163,20 +161,20 @@ class WeightsCheck(Feature):
         """
         report, completed = self._report, self._averages().completed
         assert report is not None
-        late, compared = not report.is_on_cpu, self._slice
+        late, compared = report.late, self._slice
         if late:  # the comparison that is known now is that of the backward before
             self._travelling.append(self._slice)
             compared = self._travelling.popleft() if len(self._travelling) > 1 else None
         if self._ignored:
             self._ignored -= 1
         elif report.differs:
-            self.due = self._window.due = True
+            self.question.due = True
             self._noticed = completed - late
         elif compared is not None:
             number, hashed_at = compared
             self._equal[number] = hashed_at
         if self.known and completed % LOOK_AGAIN == 0:
-            self.due = self._window.due = True
+            self.question.due = True
         if self._stepped_inside:
             self._try(self._hash_behind_step)
         if self._found is not None:
@@ -195,20 +193,25 @@ class WeightsCheck(Feature):
         Behind steps inside a backward they are hashed when it is averaged.
         """
         averages, report, hashed_at = self._averages(), self._report, self._begun.pop(id(optimizer), -1)
-        if self.off or report is None or report.number is None:
+        if self.off or report is None:
             return
         completed = averages.completed
         if averages.phase is not IDLE:
             self._stepped_inside = self._stepped_inside or self._steps_us(optimizer)
         elif completed not in (0, hashed_at) and self._steps_us(optimizer):
-            if self._empty and self._version() == self._made_for and not self.due and completed != self._hashed_at:
+            if (
+                self._empty
+                and self._version() == self._made_for
+                and not self.question.due
+                and completed != self._hashed_at
+            ):
                 self._hashed_at, self._turn, self._empty = completed, self._turn + 1, self._empty - 1
             else:
                 self._try(self._hash_behind_step)
 
     def _try(self, act: Callable[[Hashing, Tensor], None]) -> None:
         """Hash something, if there is anything to hash."""
-        pairs = None if self._report is None else self._report.number
+        pairs = None if self._report is None else self._report.pairs
         if self.off or pairs is None or (pairs.is_cuda and capturing()):
             return  # a replay would hash the same slice each time
         try:
@@ -226,7 +229,7 @@ class WeightsCheck(Feature):
 
     def _hash_behind_step(self, hashing: Hashing, pairs: Tensor) -> None:
         completed = self._averages().completed
-        if self.due:
+        if self.question.due:
             self._after_step, self._before_backward = hashing.each(), None
         if completed != self._hashed_at:  # else the slice is hashed again, since a step has run inside of this one
             self._hashed_at = completed
@@ -253,8 +256,7 @@ class WeightsCheck(Feature):
         version = self._version()
         if version != self._made_for:
             assert self._report is not None
-            assert self._report.number is not None
-            device = self._report.number.device
+            device = self._report.pairs.device
             # A frozen module may be added on one rank, such as what it evaluates with. Ranks agree on what is trained.
             found = self._tensors()
             self._common |= {name for name, tensor in found.items() if tensor.requires_grad}
@@ -292,13 +294,13 @@ class WeightsCheck(Feature):
 
     def examine(self) -> None:
         """Find what differs; to be called on every rank in the backward in which all do so."""
-        self.due = False
+        self.question.due = False
         hashing, device = self.prepare(), collective.group_device(self._group)
         takes_part = not (self.off or self._window.without_inputs)
         moments = self._after_step, self._before_backward
         found = compare(hashing, moments, self._turn, self._group, device, takes_part=takes_part)
         self._turn, self._hashed_at, self._empty = found.turn, -1, 0
-        self._ignored = 1 if self._report is None or self._report.is_on_cpu else 2
+        self._ignored = 1 if self._report is None or not self._report.late else 2
         if found.strangers:
             self._found = OTHER_TENSORS, tell_other_tensors(self._group.rank(), found.strangers)
             self.turn_off("the ranks have other parameters")
@@ -368,17 +370,17 @@ class WeightsCheck(Feature):
         self.known = {}
         # Ranks count slices by their own steps, of which one without inputs makes none. Averages are common to all.
         self._turn, self._hashed_at, self._empty = self._averages().completed, -1, 0
-        self.due = self._window.due = False
+        self.question.due = False
         self._after_step = self._before_backward = self._found = None
-        self._ignored = 1 if self._report is None or self._report.is_on_cpu else 2
+        self._ignored = 1 if self._report is None or not self._report.late else 2
         self._say_nothing()
 
     def _say_nothing(self) -> None:
         """Take the hash out of what is sent. The hashes of the other ranks are then compared without this rank's."""
         self._slice = None
-        if self._report is not None and self._report.number is not None:
+        if self._report is not None:
             with torch.no_grad():
-                self._report.number.zero_()
+                self._report.pairs.zero_()
 
 
 def _is_plain(tensor: Tensor, device: torch.device) -> bool:

@@ -9,7 +9,8 @@ import torch
 
 from dpfuse.engine.bucket import Surroundings
 from dpfuse.engine.report import Report
-from dpfuse.engine.window import Field, Window
+from dpfuse.engine.report_layout import Field, ReportLayout
+from dpfuse.engine.window import Window
 
 __all__ = ["RankOf", "make_report", "surroundings"]
 
@@ -40,7 +41,9 @@ def make_report(
     size: int = 2,
     fields: Sequence[Field] = (),
     window: Window | None = None,
-    has_number: bool = False,
+    layout: ReportLayout | None = None,
 ) -> Report:
     """The report of one rank among so many."""
-    return Report(RankOf(rank, size), param_count, fields, window or Window(), dtype, device, has_number=has_number)
+    layout = layout or ReportLayout()
+    layout.compare(*fields)
+    return Report(RankOf(rank, size), param_count, layout, window or Window(), dtype, device)

@@ -22,8 +22,9 @@ from dpfuse.engine.plan import plan_buckets
 from dpfuse.engine.protocols import Feed
 from dpfuse.engine.reducer import Calls, Phase, Reducer, Wiring
 from dpfuse.engine.report import ALL_WELL, Reading
+from dpfuse.engine.report_layout import Field, Question, ReportLayout
 from dpfuse.engine.send_order import SendOrder
-from dpfuse.engine.window import Field, Window
+from dpfuse.engine.window import Window
 from dpfuse.errors import DPFuseError
 
 RANK, SIZE = 0, 2
@@ -41,7 +42,7 @@ class NotedReport:
         self.unreadable = False
         self.is_on_cpu = True
         self.was_read = True
-        self.asked = False
+        self.asked = ()
         self.used = set()
         self.reads = []
 
@@ -152,10 +153,12 @@ class Bench:
         self.at_end = 0
         in_use = self.planned([f"p{i}" for i in range(count)], feed)
         self.params, self.names = in_use.params, in_use.names
-        self.field = Field("wrapper", lambda: 0, lambda number: f"has number {number}", "Use the same.")
+        self.layout, self.question = ReportLayout(), Question("what", lambda: None)
+        self.layout.compare(Field("wrapper", lambda: 0, lambda number: f"has number {number}", "Use the same."))
+        self.layout.ask(self.question)
         wiring = Wiring(
             window=self.window,
-            fields=[self.field],
+            layout=self.layout,
             track=Track(),
             features=list(features),
             strict=strict,
@@ -170,7 +173,7 @@ class Bench:
                 check_group=self.check_group,
                 install=self.install,
                 guard=self.guarded.append,
-                answer=lambda: self.log.append(("answer",)),
+                answer=lambda question: self.log.append(("answer", question)),
             ),
             rank=RANK,
             size=SIZE,
@@ -400,13 +403,13 @@ def test_a_backward_through_no_watched_output_takes_the_state_of_no_sync_then(wa
 @pytest.mark.parametrize("failed", [False, True])
 def test_what_a_rank_asks_for_is_done_once_all_have_landed_whether_the_backward_failed_or_not(failed):
     bench = Bench().settled()
-    bench.report.asked = True
+    bench.report.asked = (bench.question,)
     if failed:
         bench.report.reading = Reading(any_failed=True, rank=1)
     with pytest.raises(DPFuseError) if failed else nullcontext():
         bench.backward()
-    assert bench.log.count(("answer",)) == 1
-    before = bench.log[: bench.log.index(("answer",))]
+    assert bench.log.count(("answer", bench.question)) == 1
+    before = bench.log[: bench.log.index(("answer", bench.question))]
     assert [entry[1] for entry in before if entry[0] == "wait"] == [0, 1, 2, 3]
 
 
@@ -414,10 +417,10 @@ def test_a_rank_that_drains_answers_too():
     bench = Bench().settled()
     bench.reducer.open(announced=True)
     bench.reducer.abandon()
-    bench.report.asked = True
+    bench.report.asked = (bench.question,)
     with pytest.raises(DPFuseError, match="interrupted"):
         bench.reducer.drain()
-    assert bench.log.count(("answer",)) == 1
+    assert bench.log.count(("answer", bench.question)) == 1
 
 
 # --- Ready marks that no backward took ---

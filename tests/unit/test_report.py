@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from dpfuse.comm import collective
 from dpfuse.engine.report import ALL_WELL, Outcome, Reading, Report, _hash
-from dpfuse.engine.window import Field, Window
+from dpfuse.engine.report_layout import Field, Question, ReportLayout
+from dpfuse.engine.window import Window
 from dpfuse.weights.hashing import write_number
 from tests.operations import Operations
 from tests.unit import engine_inputs
@@ -26,14 +27,17 @@ BITS = {"color": 3, "size": 6}  # of each field
 def make_report(
     rank=0, size=2, told=None, *, elsewhere=False, asks=False, dtype=torch.float32, params=PARAMS, has_number=False
 ):
-    """A report whose fields say what is in `told`, which may change."""
+    """A report whose fields say what is in `told`, which may change; it has a question, which `asks` tells to ask."""
     told = {} if told is None else told
-    window = Window()
-    window.without_inputs, window.asks = elsewhere, asks
+    window, layout, question = Window(), ReportLayout(), Question("whether", lambda: None)
+    window.without_inputs, question.asks = elsewhere, asks
+    layout.ask(question)
     fields = [Field(name, lambda name=name: told.get(name, 0), str, "", bits) for name, bits in BITS.items()]
-    return engine_inputs.make_report(
-        params, dtype, rank=rank, size=size, fields=fields, window=window, has_number=has_number
-    )
+    number = layout.register("number", 32, compared=True) if has_number else None
+    report = engine_inputs.make_report(params, dtype, rank=rank, size=size, fields=fields, window=window, layout=layout)
+    report.question = question
+    report.bits = None if number is None else report.compared(number)
+    return report
 
 
 def sum_over_ranks(reports, outcomes, dtype=torch.float32, scale=0.5):
@@ -75,33 +79,32 @@ def test_a_number_that_differs_is_no_failure(numbers, differ, dtype):
     reports = [make_report(rank, len(numbers), dtype=dtype, has_number=True) for rank in range(len(numbers))]
     for report, number in zip(reports, numbers, strict=True):
         if number is not None:
-            write_number(number, report.number)
+            write_number(number, report.bits.pairs)
     well = [outcome()] * len(numbers)
     for _ in range(2):
         sum_over_ranks(reports, well, dtype, scale=1 / len(numbers))
         for report in reports:
             assert report.read(outcome(), wait=True, gather=False).all_well
-            assert report.differs is differ
+            assert report.bits.differs is differ
             assert not report.alarm()
     for report in reports:
-        report.number.zero_()  # says nothing any more
+        report.bits.pairs.zero_()  # says nothing any more
     sum_over_ranks(reports, well, dtype)
     assert reports[0].read(outcome(), wait=True, gather=False) == ALL_WELL
-    assert not reports[0].differs
+    assert not reports[0].bits.differs
 
 
 def test_beside_a_number_a_failure_is_still_told():
     reports = [make_report(rank, has_number=True) for rank in range(2)]
-    write_number(1, reports[0].number)
-    write_number(2, reports[1].number)
+    write_number(1, reports[0].bits.pairs)
+    write_number(2, reports[1].bits.pairs)
     sum_over_ranks(reports, [outcome(failed=True), outcome()])
     reading = reports[1].read(outcome(), wait=True, gather=False)
-    assert (reading.any_failed, reading.rank, reading.any_number) == (True, 0, True)
+    assert (reading.any_failed, reading.rank, reading.told) == (True, 0, ("number",))
 
 
 def test_without_a_number_no_element_is_sent_for_it():
     assert make_report(has_number=True).numel - make_report().numel == 64
-    assert make_report().number is None
 
 
 # --- Every bit, through any sum ---
@@ -147,14 +150,13 @@ def test_all_ranks_read_what_each_has_told(every, same, dtype, scale):
         any_well=len(failed) < len(every),
         any_changed=bool(changed),
         any_unchanged=len(changed) < len(every),
-        any_asks=any(one["asks"] for one in every),
         differing=tuple(name for name in (*BITS, "frozen") if len({one[name] for one in here}) > 1),
         rank=next(iter(numbered)) if len(numbered) == 1 else None,
     )
     for rank, (report, own) in enumerate(zip(reports, outcomes, strict=True)):
         reading = report.read(own, wait=True, gather=False)
-        assert reading == (replace(ALL_WELL, any_asks=expected.any_asks) if expected.all_well else expected)
-        assert report.asked is expected.any_asks
+        assert replace(reading, asked=()) == expected
+        assert reading.asked == report.asked == (report.question,) * any(one["asks"] for one in every)
         assert reading.failed() == (sorted(failed) if len(numbered) == 1 else [])
         assert reading.changed() == (sorted(changed) if len(numbered) == 1 else [])
         if rank not in numbered:
@@ -283,19 +285,22 @@ WEIGHTS = [1 / 3, 16777215.0, 2.0]
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_numbers_of_features_are_summed_beside_the_rest(dtype):
+    layout = ReportLayout()
+    flag = layout.register("nonfinite", 1)
+    layout.register("hash", 4, compared=True)  # lies before all numbers that are added up
+    weights = layout.register("weights", {"bad": 1, "weight": 1})
     for finders in ([], [1], [0, 1, 2]):
-        reports = [make_report(rank, 3, dtype=dtype) for rank in range(3)]
+        reports = [engine_inputs.make_report(PARAMS, dtype, rank=rank, size=3, layout=layout) for rank in range(3)]
         total = torch.zeros(reports[0].numel, dtype=dtype)
         for rank, report in enumerate(reports):
             packed = report.source(outcome()) / 3  # as the pack has scaled it
-            report.write_slot(packed, "nonfinite", torch.tensor(float(rank in finders)))
-            report.write_slot(packed, "weight", torch.tensor(WEIGHTS[rank]))
+            report.write(packed, flag, torch.tensor(float(rank in finders)))
+            report.write(packed, weights, torch.tensor(WEIGHTS[rank]), "weight")
             total += packed
         for report in reports:
             report.landed(total)
-            assert report.slot("nonfinite") == len(finders)
-            assert report.slot("weight").item() == torch.tensor(WEIGHTS).to(dtype).sum().item()
-            assert report.slot("bad_weight") == 0
+            assert report.sums(flag).tolist() == [len(finders)]
+            assert report.sums(weights).tolist() == [0, torch.tensor(WEIGHTS).to(dtype).sum().item()]
             assert report.read(outcome(), wait=True, gather=False) == ALL_WELL
             assert report.used_somewhere([0, 1]) == {0, 1}
 
@@ -404,12 +409,12 @@ def test_on_cuda_every_rank_hears_one_backward_later_that_one_asks_whether_it_wa
     report.is_on_cpu = False
     heard = []
     for asks, wait in zip((False, True, False), waits, strict=True):
-        other._window.asks = asks
+        other.question.asks = asks
         report.landed((report.source(outcome()) + other.source(outcome())).as_subclass(OnDevice))
         assert report.read(outcome(), wait=bool(wait), gather=False).all_well
         assert not report.alarm()
         heard.append(report.asked)
-    assert heard == [False, False, True]
+    assert heard == [(), (), (report.question,)]
 
 
 @pytest.mark.parametrize("waits", [(0, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 1), (0, 1, 1)], ids=str)
@@ -418,12 +423,12 @@ def test_on_cuda_every_rank_hears_one_backward_later_that_numbers_differ_whether
     report.is_on_cpu = False
     heard = []
     for number, wait in zip((5, 7, 5), waits, strict=True):
-        write_number(5, report.number)
-        write_number(number, other.number)
+        write_number(5, report.bits.pairs)
+        write_number(number, other.bits.pairs)
         report.landed((report.source(outcome()) + other.source(outcome())).as_subclass(OnDevice))
         assert report.read(outcome(), wait=bool(wait), gather=False).all_well
         assert not report.alarm(), "the gradients are right"
-        heard.append(report.differs)
+        heard.append(report.bits.differs)
     assert heard == [False, False, True]
 
 
