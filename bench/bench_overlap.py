@@ -107,7 +107,7 @@ class _Grid:
             contender.prove(name)
         unsent = self._contenders[UNSENT]
         sync = unsent.wrapped._sync
-        self._recorder = BackwardRecorder(sync.grads.reducer, len(sync.grads.plan.specs), on_cuda=device == "cuda")
+        self._recorder = BackwardRecorder(len(sync.grads.plan.specs), on_cuda=device == "cuda")
         sync.grads.record(self._recorder)
         for _ in range(RECORDED):
             unsent.step(network, None)

@@ -21,8 +21,8 @@ from dpfuse.comm.abilities import abilities_of, backend_of
 from dpfuse.comm.collective import resolve_group
 from dpfuse.comm.registered_memory import can_register
 from dpfuse.comm.waiting import board_of, leave, wait_for_first_rank
+from dpfuse.engine.events import Watcher
 from dpfuse.engine.plan import MB, BucketPlan
-from dpfuse.engine.protocols import BucketObserver
 from dpfuse.engine.reducer import Reducer
 from dpfuse.engine.torch_private import leave_untraced, set_tracer
 from dpfuse.engine.user_line import warn_at_user
@@ -575,7 +575,7 @@ class SyncedModule(nn.Module):
     def _gradients(self) -> Measurable:
         return Gradients((), self.module.parameters()) if self._sync is None else self._sync.gradients()
 
-    def observe(self, times: BucketObserver | None) -> None:
+    def observe(self, times: Watcher | None) -> None:
         """Report how each bucket travels to `times`; None ends that. `dpfuse.time_communication` uses it."""
         if self._sync is not None:
             self._sync.grads.listening.observe(times)

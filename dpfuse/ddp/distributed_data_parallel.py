@@ -212,7 +212,7 @@ class DistributedDataParallel(TorchHooks, Joinable):
             self._buffer_futures.wait()  # those of a forward without a backward, or with one inside no_sync()
         sync.use_buffers(
             before_forward=self._sends_buffers and (hook is None or hook.before_forward),
-            in_backward=self.forward_sync_buffers and hook is None,
+            beside_gradients=self.forward_sync_buffers and hook is None,
         )
         if self.device_ids:
             inputs, kwargs = on_device(inputs, kwargs, self.device)

@@ -103,7 +103,7 @@ class UnevenInputsHook(JoinHook):
             Turn.ACTIVE
             | (Turn.SYNC if reducer.require_sync else 0)
             | (Turn.BUFFERS if self._sync.buffers_due else 0)
-            | (Turn.BUFFERS_AFTER if self._sync.buffers.in_backward else 0)
+            | (Turn.BUFFERS_AFTER if self._sync.buffers.beside_gradients else 0)
         )
         self._shadowed = reducer.require_sync and 0 in turns
         if self._shadowed:
@@ -137,8 +137,8 @@ class UnevenInputsHook(JoinHook):
         """
         try:
             turn = max(self._exchange(0))
-            self._sync.buffers.forward_begins(due=bool(turn & Turn.BUFFERS))
-            self._sync.use_buffers(before_forward=False, in_backward=bool(turn & Turn.BUFFERS_AFTER))
+            self._sync.buffers.begin_forward(due=bool(turn & Turn.BUFFERS))
+            self._sync.use_buffers(before_forward=False, beside_gradients=bool(turn & Turn.BUFFERS_AFTER))
             self._model.require_forward_param_sync = bool(turn & Turn.SYNC)  # as a forward leaves it
             if turn & Turn.SYNC:
                 self._set_gradients_aside()

@@ -14,8 +14,9 @@ from dpfuse.comm.failed import has_raised
 from dpfuse.comm.waiting import Board, finish
 from dpfuse.engine.averaging import Averaging
 from dpfuse.engine.comm_buffer import CommBuffer
+from dpfuse.engine.events import Events, overridden
 from dpfuse.engine.plan import Bucket
-from dpfuse.engine.protocols import BucketObserver, Companion, Delivery, Exchange, Feed, PackArguments, PackStep
+from dpfuse.engine.protocols import Companion, Delivery, Exchange, Feed, PackArguments, PackStep
 from dpfuse.engine.report import Outcome, Report
 from dpfuse.engine.streams import WritingStreams
 from dpfuse.engine.torch_private import profiler_runs, ranged, ranged_without_graph
@@ -42,12 +43,12 @@ class Surroundings:
 
     Args:
         board: what the heartbeat of the group reads and writes; None if the group has no heartbeat.
-        observers: are told how each bucket travels; may grow and shrink at any time.
+        events: who is told how each bucket travels.
         leave: called with the error of a collective that could not start; the group cannot be used after that.
     """
 
     board: Board | None
-    observers: list[BucketObserver]
+    events: Events
     leave: Callable[[BaseException], None]
 
 
@@ -110,8 +111,21 @@ class GradBucket:
         self._around = around
         self._label = label
         self._frozen: frozenset[int] = frozenset()
-        prepares = parts.exchange.has_outside or any(step.prepares for step in parts.steps)
-        self._repeats = parts.feed.repeats and not prepares
+        exchange, delivery, steps = parts.exchange, parts.delivery, parts.steps
+        # What is called of the parts: methods that their classes override.
+        self._take = overridden(Exchange, "take", exchange)
+        self._empty = overridden(Exchange, "empty", exchange)
+        self._started = overridden(Exchange, "started", exchange)
+        self._prepare = overridden(Delivery, "prepare", delivery)
+        self._before = overridden(PackStep, "before", *steps)
+        self._after = overridden(PackStep, "after", *steps)
+        self._feed_sent = overridden(Feed, "sent", parts.feed)
+        self._delivery_sent = overridden(Delivery, "sent", delivery)
+        self._delivery_landed = overridden(Delivery, "landed", delivery)
+        self._exchange_landed = overridden(Exchange, "landed", exchange)
+        self._delivered = (*overridden(Exchange, "deliver", exchange), *overridden(PackStep, "delivered", *steps))
+        self._discard = overridden(Exchange, "discard", exchange)
+        self._repeats = parts.feed.repeats and not (self._take or self._before)
         self._work: dist.Work | None = None
         self._sources: list[Tensor | None] = []
         self._sent: Tensor = parts.buffer.flat
@@ -136,8 +150,8 @@ class GradBucket:
             if outcome.frozen:
                 self._keep_frozen(outcome)
             grads = [param.grad for param in buffer.params]
-            if parts.delivery.prepares:
-                parts.delivery.prepare(grads, complete=complete)
+            for prepare in self._prepare:
+                prepare(grads, complete=complete)
             if outcome.frozen or not complete:
                 grads = self._without_missing(grads, outcome)
             # Here and in two places below, no context is entered where none is needed: that costs more than to ask.
@@ -151,11 +165,10 @@ class GradBucket:
         # The allocator reuses memory in the order of this stream. What other streams wrote must be kept until packed.
         self._sources = grads if several_streams else []
         self._start(buffer.flat, outcome)
-        if parts.feed.hears_sent:
-            parts.feed.sent()
-        if parts.delivery.hears_sent:
-            assert self._work is not None
-            parts.delivery.sent(self._work, clean=self.error is None and not self.missing and not self._frozen)
+        for sent in self._feed_sent:
+            sent()
+        for sent in self._delivery_sent:
+            sent(self._work, clean=self.error is None and not self.missing and not self._frozen)
 
     def send_empty(self, outcome: Outcome) -> None:
         """Send zeros, and write no gradient. The result is to be discarded."""
@@ -171,10 +184,11 @@ class GradBucket:
             flat = parts.buffer.flat.zero_()
         if parts.report is not None:
             self._room_in(flat).copy_(parts.report.source(outcome))
-        if parts.exchange.has_outside:
-            parts.exchange.empty()
+        for empty in self._empty:
+            empty()
         self._start(flat, outcome)
-        parts.feed.sent()
+        for sent in self._feed_sent:
+            sent()
 
     def wait(self) -> None:
         """Wait for the exchange: on a CPU until it has ended, on CUDA by ordering the current stream after it."""
@@ -188,9 +202,9 @@ class GradBucket:
         if self.state is not FLIGHT:
             raise self._misuse(FLIGHT)
         assert self._work is not None
-        parts, buffer, observers = self.parts, self.parts.buffer, self._around.observers
-        for observer in observers:
-            observer.wait_begins(self._sent)
+        parts, buffer, events = self.parts, self.parts.buffer, self._around.events
+        for tell in events.bucket_waited_for:
+            tell(self._sent)
         try:
             finish(self._work, self._around.board, self.plan.device, last=parts.report is not None)
         except Exception as error:
@@ -198,12 +212,12 @@ class GradBucket:
             raise
         for companion in parts.beside:
             companion.finish()
-        if parts.delivery.hears_landed:
-            parts.delivery.landed()
-        for observer in observers:
-            observer.wait_ends()
-        if parts.exchange.hears_landed:
-            parts.exchange.landed(self._work)
+        for landed in self._delivery_landed:
+            landed()
+        for tell_of_end in events.bucket_landed:
+            tell_of_end()
+        for landed in self._exchange_landed:
+            landed(self._work)
         self.error = self.error or parts.exchange.error
         if parts.report is not None:
             parts.report.landed(buffer.report if self._sent is buffer.flat else self._room_in(self._sent))
@@ -218,10 +232,8 @@ class GradBucket:
             untouched = untouched | self._frozen
         if parts.buffer.params:
             self.gave_views = parts.delivery.deliver(self.missing, untouched) and self._gives_views
-        if parts.exchange.has_outside:
-            parts.exchange.deliver(untouched)
-        for step in parts.steps:
-            step.delivered(untouched)
+        for delivered in self._delivered:
+            delivered(untouched)
         self._sources = []
         self.state = FREE
 
@@ -240,8 +252,8 @@ class GradBucket:
             raise self._misuse(LANDED)
         if self._sent is self.parts.buffer.flat:
             self.parts.delivery.discard()
-        if self.parts.exchange.has_outside:
-            self.parts.exchange.discard()
+        for discard in self._discard:
+            discard()
         self._sources, self._sent = [], self.parts.buffer.flat
         self.state = FREE
 
@@ -307,17 +319,17 @@ class GradBucket:
         if self._repeats and not (self.missing or self._frozen):
             report = None if parts.report is None else parts.report.source(outcome)
             if parts.feed.pack_again(grads, report):
-                for step in parts.steps:
-                    step.after(PackArguments(buffer.table, self.missing, buffer.averaging.pre_scale))
+                for after in self._after:
+                    after(PackArguments(buffer.table, self.missing, buffer.averaging.pre_scale))
                 parts.delivery.hand_out_early(_NOTHING)
-                self.rides = self.carries and parts.delivery.is_done and not self._around.observers
+                self.rides = self.carries and parts.delivery.is_done and not self._around.events.bucket_landed
                 return
         without = [*self.missing, *self._frozen.intersection(buffer.indices)] if self._frozen else self.missing
         arguments = PackArguments(buffer.table, without, buffer.averaging.pre_scale)
-        for step in parts.steps:
-            step.before(arguments)
-        if parts.exchange.has_outside:
-            outside = parts.exchange.take(arguments.scale, parts.steps, self._frozen)
+        for before in self._before:
+            before(arguments)
+        for take in self._take:
+            outside = take(arguments.scale, parts.steps, self._frozen)
             if parts.exchange.multiplies_buffer:
                 arguments.scale = 1.0
             self.missing += [index for index in outside if index not in self._frozen]
@@ -326,8 +338,8 @@ class GradBucket:
         if parts.report is not None:
             arguments.report = parts.report.source(outcome)
         parts.feed.pack(grads, arguments)
-        for step in parts.steps:
-            step.after(arguments)
+        for after in self._after:
+            after(arguments)
         if buffer.params:
             parts.delivery.hand_out_early(self._frozen.union(self.missing) if self.missing else self._frozen)
 
@@ -337,8 +349,8 @@ class GradBucket:
         outcome.error = outcome.error or error
         with torch.no_grad():
             parts.buffer.clear()
-            if parts.exchange.has_outside:
-                parts.exchange.empty()
+            for empty in self._empty:
+                empty()
             if parts.report is not None:
                 parts.buffer.report.copy_(parts.report.source(outcome))
 
@@ -360,10 +372,10 @@ class GradBucket:
             if has_raised(error):
                 self._around.leave(error)
             raise
-        if exchange.hears_started:
-            exchange.started(self._work)
-        for observer in self._around.observers:
-            observer.sent(exchange.tensors(flat), self._work, is_last=self.parts.report is not None)
+        for started in self._started:
+            started(self._work)
+        for tell in self._around.events.bucket_sent:
+            tell(exchange.tensors(flat), self._work, is_last=self.parts.report is not None)
         try:
             for companion in self.parts.beside:
                 companion.start()

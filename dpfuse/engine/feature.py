@@ -3,33 +3,83 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
+import torch.distributed as dist
 from torch import Tensor
 
+from dpfuse.engine.bucket import GradBucket
 from dpfuse.engine.comm_buffer import CommBuffer, Format, Zeros
+from dpfuse.engine.events import Events, Watcher
+from dpfuse.engine.exchanges.comm_hook import CommHook
 from dpfuse.engine.exchanges.ordered import Rounding
+from dpfuse.engine.phase import Phase
 from dpfuse.engine.plan import Bucket, BucketPlan
 from dpfuse.engine.protocols import Companion, Delivery, Exchange, PackStep
 from dpfuse.engine.report import Report
 from dpfuse.engine.report_layout import ReportLayout
 from dpfuse.engine.streams import SideStream
 
-__all__ = ["Feature"]
+__all__ = ["Engine", "Feature"]
 
 
-class Feature:
-    """Adds something to each bucket, or is told of backwards. A method that is not overridden does nothing."""
+class Engine(Protocol):
+    """What a feature may look at. It changes nothing of it, but registers its places in the report."""
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks."""
+
+    @property
+    def layout(self) -> ReportLayout:
+        """Where what ranks tell each other is laid out."""
+
+    @property
+    def events(self) -> Events:
+        """Who is told of a training; watchers may come and go."""
+
+    @property
+    def plan(self) -> BucketPlan:
+        """The buckets on which all ranks have agreed."""
+
+    @property
+    def params(self) -> Sequence[Any]:
+        """The planned parameters, by registration index."""
+
+    @property
+    def buckets(self) -> Sequence[GradBucket]:
+        """The buckets in use, in communication order."""
+
+    @property
+    def phase(self) -> Phase:
+        """That of the backward that is open, if any."""
+
+    @property
+    def completed(self) -> int:
+        """The number of synchronised backwards."""
+
+    @property
+    def without_inputs(self) -> bool:
+        """Whether this rank has no inputs, and only takes part in a backward of ranks that still have some."""
+
+    @property
+    def source(self) -> int:
+        """The rank whose state the others take."""
+
+    @property
+    def hook(self) -> CommHook | None:
+        """The communication hook that reduces the gradients, if a user has registered one."""
+
+
+class Feature(Watcher):
+    """A watcher that adds something to each bucket. A method that is not overridden does nothing."""
 
     eager = True  # whether gradients may be packed one by one, before their bucket is sent
     divides = False  # whether each rank receives only its part of each sum; the report then travels alone
     keeps_buckets = False  # whether buckets must stay as they are after the first synchronised backward
-    hears_alarm = False  # whether the class overrides `alarmed`; only then it is called
 
-    def __init_subclass__(cls) -> None:
-        cls.hears_alarm = cls.alarmed is not Feature.alarmed
-
-    def register(self, layout: ReportLayout) -> None:
-        """Register what the ranks tell each other for it. Called once, on all ranks in the same order."""
+    def join(self, engine: Engine) -> None:
+        """Take the engine, and register what ranks tell each other. Called once, on all ranks in the same order."""
 
     def step(self, order: int, bucket: Bucket, buffer: CommBuffer, report: Report | None) -> PackStep | None:
         """Return what it does while a bucket is packed. `report` is that of the last bucket, None for others."""
@@ -65,18 +115,6 @@ class Feature:
     def beside(self) -> Companion | None:
         """Return what travels beside the last bucket."""
         return None
-
-    def opened(self, *, sync: bool, announced: bool) -> None:
-        """Note that a backward begins. An error raised here comes before anything is sent."""
-
-    def thawed(self, params: Sequence[Tensor]) -> None:
-        """Note that these parameters were frozen, and require gradients from the backward on that begins now."""
-
-    def left(self, *, added: bool) -> None:
-        """Note that a backward has ended without averaging. `added` says whether it has added to gradients."""
-
-    def delivered(self) -> None:
-        """Note that all gradients of a synchronised backward are delivered."""
 
     def alarmed(self, alarm: Callable[[], Tensor], deliveries: Sequence[Delivery]) -> None:
         """Invalidate what these deliveries have measured, if `alarm()`, [] bool on the device, is set. For CUDA."""

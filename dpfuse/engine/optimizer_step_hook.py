@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakSet, ref
 
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -11,23 +11,9 @@ from torch.utils.hooks import RemovableHandle
 
 from dpfuse.engine.torch_private import leave_untraced
 
-__all__ = ["AfterStep", "BeforeStep", "call_after_steps", "call_before_steps", "leave_steps_untold"]
+__all__ = ["call_after_steps", "call_before_steps", "leave_steps_untold"]
 
 _parts: WeakSet[Optimizer] = WeakSet()  # optimizers whose steps no user is told of
-
-
-class BeforeStep(Protocol):
-    """An object that is called before each step of each optimizer."""
-
-    def before_step(self, optimizer: Optimizer) -> None:
-        """Raise if this optimizer must not step now."""
-
-
-class AfterStep(Protocol):
-    """An object that is called when a step of an optimizer has ended."""
-
-    def after_step(self, optimizer: Optimizer) -> None:
-        """Look at what the step has done. The weights are changed already, so only a broken device is an error here."""
 
 
 class _StepHook:
@@ -75,12 +61,12 @@ _before = _StepHook(register_optimizer_step_pre_hook, "before_step")
 _after = _StepHook(register_optimizer_step_post_hook, "after_step")
 
 
-def call_before_steps(user: BeforeStep) -> None:
+def call_before_steps(user: Any) -> None:
     """Call `user.before_step` before each step of an optimizer, as long as something else keeps `user` alive."""
     _before.add(user)
 
 
-def call_after_steps(user: AfterStep) -> None:
+def call_after_steps(user: Any) -> None:
     """Call `user.after_step` behind each step of an optimizer, as long as something else keeps `user` alive."""
     _after.add(user)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from operator import attrgetter
 from typing import Any
 
@@ -17,10 +16,11 @@ from dpfuse.engine import messages
 from dpfuse.engine.autograd import backward_is_nested, backward_runs, running_backward, unreached
 from dpfuse.engine.bucket import FLIGHT, FREE, LANDED, GradBucket
 from dpfuse.engine.bucket_set import BucketSet
-from dpfuse.engine.feature import Feature
+from dpfuse.engine.events import Events
 from dpfuse.engine.feeds.accumulating import Accumulating, Accumulation
 from dpfuse.engine.local_part import leaf_of
 from dpfuse.engine.optimizer_step_hook import call_before_steps
+from dpfuse.engine.phase import ABANDONED, CHANGED, IDLE, LOCAL, RECORDING, REDUCING, RESTING, Phase
 from dpfuse.engine.ready import ReadyHook, ReadyList
 from dpfuse.engine.report import ALL_WELL, Outcome, Reading, Report
 from dpfuse.engine.report_layout import Question, ReportLayout
@@ -31,32 +31,27 @@ from dpfuse.engine.user_line import warn_at_user
 from dpfuse.engine.window import Window
 from dpfuse.errors import DPFuseError
 
-__all__ = ["ABANDONED", "IDLE", "Calls", "Phase", "Reducer", "Wiring"]
+__all__ = ["Reducer", "Wiring"]
 
 
-class Phase(Enum):
-    """What the backward that is open, if any, means for the reducer."""
-
-    IDLE = auto()  # none is open
-    LOCAL = auto()  # it is not synchronised
-    RECORDING = auto()  # the first that is synchronised: all buckets are sent at its end
-    CHANGED = auto()  # like RECORDING, but first the buckets of the old model are sent, empty
-    REDUCING = auto()  # a bucket is sent once it and all before it are complete, the last one at the end
-    ABANDONED = auto()  # an exception ended a synchronised backward; `drain` comes before anything else
-
-
-# For the hot path: before Python 3.12, looking up a member is slow.
-IDLE, LOCAL, RECORDING, CHANGED, REDUCING, ABANDONED = Phase
-RESTING = (IDLE, ABANDONED)  # no backward is running
 _entries_of = attrgetter("entries")
 _leaves_out_of = attrgetter("leaves_out")
 
 
-@dataclass(frozen=True, slots=True)
-class Calls:
-    """What a reducer calls.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wiring:
+    """What a reducer uses besides buckets, and what it calls.
 
     Args:
+        window: decides whether a backward synchronises, and counts what ranks must have in common.
+        layout: of the report.
+        track: tells the heartbeat what this rank is doing.
+        events: who is told of backwards.
+        strict: whether to wait for the reports of the peers on a GPU, too.
+        warn_unused: whether to warn, once, of parameters without a gradient.
+        asks_graph: whether to ask the graph of each backward which parameters it reaches.
+        order: the turns of this model among those of its group.
+        rank, size: of this process and its group.
         open_backward: called by the first ready mark of a backward that nothing announced; must call `open`.
         open_at_end: called instead where only outputs tell what it is; must call `open` and `close` at its end if none
             has announced it.
@@ -69,6 +64,16 @@ class Calls:
         answer: called on every rank, with all buckets landed, with a question that a rank has asked, or that is due.
     """
 
+    window: Window
+    layout: ReportLayout
+    track: Track
+    events: Events
+    strict: bool
+    warn_unused: bool
+    asks_graph: bool
+    order: SendOrder
+    rank: int
+    size: int
     open_backward: Callable[[], None]
     open_at_end: Callable[[], None]
     rebuild: Callable[[list[int], list[int], bool], DPFuseError | None]
@@ -77,36 +82,6 @@ class Calls:
     install: Callable[[dict[int, ReadyHook]], None]
     guard: Callable[[Report], None]
     answer: Callable[[Question], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Wiring:
-    """What a reducer uses besides buckets.
-
-    Args:
-        window: counts forwards and backwards, which ranks must have in common.
-        layout: of the report.
-        track: tells the heartbeat what this rank is doing.
-        features: may grow while no backward runs.
-        strict: whether to wait for the reports of the peers on a GPU, too.
-        warn_unused: whether to warn, once, of parameters without a gradient.
-        asks_graph: whether to ask the graph of each backward which parameters it reaches.
-        order: the turns of this model among those of its group.
-        calls: what it calls.
-        rank, size: of this process and its group.
-    """
-
-    window: Window
-    layout: ReportLayout
-    track: Track
-    features: list[Feature]
-    strict: bool
-    warn_unused: bool
-    asks_graph: bool
-    order: SendOrder
-    calls: Calls
-    rank: int
-    size: int
 
 
 @dataclass(slots=True)
@@ -268,7 +243,7 @@ class Reducer:
         feeds = {order: b.parts.feed for order, b in enumerate(self.buckets)}
         taking = {order: feed for order, feed in feeds.items() if isinstance(feed, Accumulating)}
         self.accumulation = Accumulation(taking, self._wiring.window)
-        self._wiring.calls.install(self.hooks())
+        self._wiring.install(self.hooks())
 
     def _is_packed_early(self, order: int) -> bool:
         """Whether this bucket may be packed while backward goes on, so that the streams of its gradients count."""
@@ -442,14 +417,14 @@ class Reducer:
                     self.refuse_unaveraged()
                     self._in_use.doubt_early()
                     break
-        for feature in wiring.features:
-            feature.opened(sync=sync, announced=announced)
+        for begins in wiring.events.backward_begins:
+            begins(sync=sync, announced=announced)
         params = self._in_use.params
         if self._frozen and any(params[index].requires_grad for index in self._frozen):
             thawed = frozenset(index for index in self._frozen if params[index].requires_grad)
             self._freeze(self._frozen - thawed)
-            for feature in wiring.features:
-                feature.thawed([params[index] for index in thawed])
+            for tell in wiring.events.thawed:
+                tell([params[index] for index in thawed])
         if not sync:
             self._enter(LOCAL)
         elif not self._uses_ready_lists and self._in_use.report.unreadable:
@@ -471,6 +446,8 @@ class Reducer:
         Raises:
             DPFuseError: this rank or another one failed. No rank may use its gradients.
         """
+        for ended in self._wiring.events.backward_ended:
+            ended()
         if self.phase is LOCAL:
             self._close_local()
             return
@@ -552,8 +529,8 @@ class Reducer:
         self._wiring.order.close()
         self._wiring.track.tell(BETWEEN, self.completed + 1)
         self.phase, self._run, self.completed = IDLE, _Run(), self.completed + 1
-        for feature in self._wiring.features:
-            feature.delivered()
+        for delivered in self._wiring.events.delivered:
+            delivered()
         for text in texts:
             warn_at_user(text)
 
@@ -581,7 +558,7 @@ class Reducer:
             DPFuseError: some ranks completed that backward.
         """
         run, wiring = self._run, self._wiring
-        wiring.calls.check_group()
+        wiring.check_group()
         sent = self.agreed
         run.outcome.failed = True
         if not run.delivered:
@@ -595,7 +572,7 @@ class Reducer:
             reading = ALL_WELL
         self.accumulation.forget()  # also of a changed model, whose buckets were not sent
         if run.delivered and not self._uses_ready_lists:
-            wiring.calls.decline()  # the peers are already in the vote on the buckets
+            wiring.decline()  # the peers are already in the vote on the buckets
         self._reset()
         if reading.any_well:
             raise DPFuseError(messages.interrupted(reading.failed() or [wiring.rank], wiring.size))
@@ -650,9 +627,9 @@ class Reducer:
         # A backward of a forward inside no_sync() is local, and any other one is synchronised outside of no_sync().
         undecided = run.forward is False or (run.forward and backward_is_nested())
         if undecided and run.outputs_watched and self.phase is IDLE:
-            self._wiring.calls.open_at_end()
+            self._wiring.open_at_end()
         else:
-            self._wiring.calls.open_backward()
+            self._wiring.open_backward()
         return self.phase not in RESTING
 
     def _look_at_graph(self, phase: Phase, *, announced: bool) -> None:
@@ -802,8 +779,8 @@ class Reducer:
         self._tell_of_end(added=bool(orders))
 
     def _tell_of_end(self, *, added: bool) -> None:
-        for feature in self._wiring.features:
-            feature.left(added=added)
+        for ended in self._wiring.events.local_backward_ended:
+            ended(added=added)
 
     def _learn_of_change(self) -> None:
         """Learn which ranks have changed, and go on with the new buckets if all have changed in the same way."""
@@ -869,7 +846,7 @@ class Reducer:
             if question in report.asked or (question.due and not report.unreadable):
                 question.due = False
                 try:
-                    self._wiring.calls.answer(question)
+                    self._wiring.answer(question)
                 except BaseException:
                     outcome.torn = True  # it is unknown which exchange the peers are in
                     raise
@@ -901,7 +878,7 @@ class Reducer:
             unused = [index for index in missing if index not in run.outcome.frozen]
             self._warn(self._unused.warning(unused, len(untouched.intersection(unused)), self._in_use.names))
         if not report.was_read:
-            self._wiring.calls.guard(report)
+            self._wiring.guard(report)
         run.delivered = True
 
     def _rebuild(self) -> None:
@@ -910,14 +887,14 @@ class Reducer:
         marks = [counts.get(index, 0) for index in range(len(self._in_use.params))]
         recorded = set(map(id, self._in_use.recorded))
         hidden = any(id(param) in recorded for param in self._run.unreached)
-        error = self._wiring.calls.rebuild(list(counts), marks, hidden)
+        error = self._wiring.rebuild(list(counts), marks, hidden)
         if error is not None:
             self._reset()
             raise error
 
     def _install_hooks_of(self, order: int) -> None:
         inside = self.buckets[order].plan.params
-        self._wiring.calls.install({index: hook for index, hook in self.hooks().items() if index in inside})
+        self._wiring.install({index: hook for index, hook in self.hooks().items() if index in inside})
 
     def _warn(self, text: str | None) -> None:
         if text is not None:

@@ -16,15 +16,16 @@ from dpfuse.comm.waiting import Track, board_of, leave
 from dpfuse.engine.assembly import Assembly
 from dpfuse.engine.autograd import BackwardWatch
 from dpfuse.engine.averaging import averaging_for
-from dpfuse.engine.bucket import Surroundings
+from dpfuse.engine.bucket import GradBucket, Surroundings
 from dpfuse.engine.bucket_set import BucketSet
+from dpfuse.engine.events import Events, Watcher, overridden
 from dpfuse.engine.exchanges.comm_hook import CommHook
 from dpfuse.engine.feature import Feature
 from dpfuse.engine.guard import guard_of
 from dpfuse.engine.listening import BackwardRecorder, Listening, Wrap
+from dpfuse.engine.phase import IDLE, Phase
 from dpfuse.engine.plan import BucketPlan, rebuild_plan
-from dpfuse.engine.protocols import BucketObserver
-from dpfuse.engine.reducer import IDLE, Calls, Reducer, Wiring
+from dpfuse.engine.reducer import Reducer, Wiring
 from dpfuse.engine.report import Report
 from dpfuse.engine.report_layout import Field, Question, ReportLayout
 from dpfuse.engine.send_order import SendOrder
@@ -50,15 +51,15 @@ class GradSync:
         group: the ranks.
         settings: how gradients are averaged.
         window: counts forwards and backwards, which ranks must have in common.
-        features: what is done besides averaging, in this order.
-        later: features that may be added later, on one rank before another: they have their places in the report.
+        watchers: who is told of a training, in this order; features among them do something besides averaging.
+        later: features that may be added later, on one rank before another: they join now.
         wrap: puts a listener of the face in front of the reducer.
-        observers: are told how each bucket travels.
 
     Attributes:
         layout: of the report.
+        events: who is told of forwards, backwards and steps.
         source: the rank whose ready order all ranks take.
-        listening: tells the reducer, or a recorder, of backwards.
+        listening: tells the reducer of backwards.
     """
 
     def __init__(
@@ -69,60 +70,60 @@ class GradSync:
         settings: SyncSettings,
         *,
         window: Window,
-        features: Sequence[Feature] = (),
+        watchers: Sequence[Watcher] = (),
         later: Sequence[Feature] = (),
         wrap: Wrap = lambda reducer: reducer,
-        observers: Sequence[BucketObserver] = (),
     ) -> None:
         self.source = 0
         self.track = Track(board_of(group), settings.number, settings.stall_timeout)
         watch = BackwardWatch(window.reached)
-        self.listening = Listening(watch, alone=settings.alone, wrap=wrap, always=observers)
+        self.events = Events(watchers)
+        self.listening = Listening(watch, self.events, alone=settings.alone, wrap=wrap)
         self._rank_count = group.size()
         self._agreed: BucketSet | None = None  # that all ranks have agreed on, until it is in use
         self._left: BaseException | None = None  # why this rank has left the group
         order = SendOrder(group, settings.number)
         self.layout = layout = ReportLayout()
         layout.compare(_wrapper_field(settings.number))
+        self._group, self._window = group, window
+        features = [watcher for watcher in watchers if isinstance(watcher, Feature)]
         for feature in (*later, *features):
-            feature.register(layout)
+            feature.join(self)
         layout.compare(*window.fields(), order.field())
         self._assembly = Assembly(
             group,
-            Surroundings(board_of(group), self.listening.observers, self._leave),
+            Surroundings(board_of(group), self.events, self._leave),
             settings,
-            features=list(features),
+            features=features,
             make_report=lambda count, dtype, device: Report(group, count, layout, window, dtype, device),
         )
         params = list(params)
         self._spoiler = guard_of(params, group.size())
         self.listening.hooks.put_on(params)
         watch, install = self.listening.watch, self.listening.hooks.install
-        calls = Calls(
-            watch.begin,
-            watch.begin_at_end,
-            self._rebuild,
-            self._decline,
-            self._check_group,
-            install,
-            self._guard,
-            self._answer,
-        )
         wiring = Wiring(
-            window,
-            layout,
-            self.track,
-            self._assembly.features,
-            settings.strict,
-            settings.warn_unused,
-            settings.asks_graph,
-            order,
-            calls,
-            group.rank(),
-            group.size(),
+            window=window,
+            layout=layout,
+            track=self.track,
+            events=self.events,
+            strict=settings.strict,
+            warn_unused=settings.warn_unused,
+            asks_graph=settings.asks_graph,
+            order=order,
+            rank=group.rank(),
+            size=group.size(),
+            open_backward=watch.begin,
+            open_at_end=watch.begin_at_end,
+            rebuild=self._rebuild,
+            decline=self._decline,
+            check_group=self._check_group,
+            install=install,
+            guard=self._guard,
+            answer=self._answer,
         )
         self.reducer = Reducer(self.bucket_set(plan, params), wiring)
         self.listening.tell(self.reducer)
+        self.events.hear_steps()  # only now: what failed to be made must not be called
 
     @property
     def plan(self) -> BucketPlan:
@@ -132,7 +133,7 @@ class GradSync:
     @property
     def group(self) -> dist.ProcessGroup:
         """The ranks."""
-        return self._assembly.group
+        return self._group
 
     @property
     def hook(self) -> CommHook | None:
@@ -144,25 +145,48 @@ class GradSync:
         """The parameters whose gradients are averaged, in the order of registration."""
         return self.reducer.agreed.params
 
+    @property
+    def buckets(self) -> Sequence[GradBucket]:
+        """The buckets in use, in communication order."""
+        return self.reducer.buckets
+
+    @property
+    def phase(self) -> Phase:
+        """That of the backward that is open, if any."""
+        return self.reducer.phase
+
+    @property
+    def completed(self) -> int:
+        """The number of synchronised backwards."""
+        return self.reducer.completed
+
+    @property
+    def without_inputs(self) -> bool:
+        """Whether this rank only takes part in a backward of other ranks."""
+        return self._window.without_inputs
+
     def record(self, recorder: BackwardRecorder | None) -> None:
-        """Tell `recorder` of backwards and of how each bucket travels; None ends the recording."""
+        """Let `recorder` watch, and note when gradients are ready; None ends the recording."""
+        if recorder is not None:
+            recorder.join(self)
         self.listening.record(recorder)
         self.listening.hooks.install(self.reducer.hooks())
 
-    def add_feature(self, feature: Feature, *, registered: bool = False) -> None:
+    def add_feature(self, feature: Feature, *, joined: bool = False) -> None:
         """Ask `feature` before all others from the next backward on; the buckets are made again.
 
         Args:
             feature: to be asked. All ranks add it before the same backward, unless it is one of `later`.
-            registered: whether it is one of those.
+            joined: whether it is one of those.
 
         Raises:
             DPFuseError: a backward is running.
         """
         self._check_idle("a feature was added")
         self._assembly.features.insert(0, feature)
-        if not registered:
-            feature.register(self.layout)
+        if not joined:
+            feature.join(self)
+        self.events.add(feature, first=True)
         self.remake()
 
     def average_over(self, rank_count: int) -> None:
@@ -173,10 +197,8 @@ class GradSync:
             bucket.average_by(averaging_for(bucket.plan.dtype, rank_count, settings.scale, settings.wire.dtype))
 
     def shadow_backward(self) -> None:
-        """Take part in a backward of other ranks, as `Reducer.shadow_backward` does, and tell the recorder."""
+        """Take part in a backward of other ranks, as `Reducer.shadow_backward` does."""
         self.reducer.shadow_backward()
-        if self.listening.recorder is not None:
-            self.listening.recorder.shadowed()
 
     def use_plan(self, plan: BucketPlan) -> None:
         """Use these buckets of the same parameters from the next backward on; to be called on every rank.
@@ -302,11 +324,8 @@ class GradSync:
                 self._spoiler.fill_buffers([b.parts.buffer for b in buckets if b.params], report.pairs())
             else:
                 self._spoiler(report.pairs())
-            measuring = [feature for feature in features if feature.hears_alarm]
-            if measuring:
-                deliveries = [bucket.parts.delivery for bucket in buckets]
-                for feature in measuring:
-                    feature.alarmed(report.alarm, deliveries)
+            for alarmed in overridden(Feature, "alarmed", *features):
+                alarmed(report.alarm, [bucket.parts.delivery for bucket in buckets])
 
     def _check_idle(self, what: str) -> None:
         if self.reducer.phase is not IDLE:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dpfuse.engine import messages
 from dpfuse.engine.comm_buffer import CommBuffer
-from dpfuse.engine.feature import Feature
+from dpfuse.engine.feature import Engine, Feature
 from dpfuse.engine.plan import Bucket
 from dpfuse.engine.protocols import PackArguments, PackStep
 from dpfuse.engine.report import Report
@@ -39,15 +39,13 @@ class FiniteCheck(Feature):
     Args:
         raises: True raises where some value is not finite, False warns.
         late: whether counts are on a GPU, for which the host does not wait.
-        rank: of this process.
-        step: the number of the synchronised backward that is running.
     """
 
-    def __init__(self, *, raises: bool, late: bool, rank: int, step: Callable[[], int]) -> None:
+    _engine: Engine
+
+    def __init__(self, *, raises: bool, late: bool) -> None:
         self.raises = raises
         self.late = late
-        self._rank = rank
-        self._step = step
         self._counts: list[_Counts] = []
 
     eager = False
@@ -55,8 +53,16 @@ class FiniteCheck(Feature):
     def step(self, order: int, bucket: Bucket, buffer: CommBuffer, report: Report | None) -> PackStep | None:
         return _FiniteStep(self, buffer.names, is_first=order == 0, is_last=report is not None)
 
+    def join(self, engine: Engine) -> None:
+        """As `Feature.join`."""
+        self._engine = engine
+
+    def _step(self) -> int:
+        """Return the number of the synchronised backward that is running."""
+        return self._engine.completed + 1
+
     def delivered(self) -> None:
-        """As `Feature.delivered`: warn if something is not finite and that is to be a warning."""
+        """As `Watcher.delivered`: warn if something is not finite and that is to be a warning."""
         if self.raises:
             return
         try:
@@ -64,7 +70,7 @@ class FiniteCheck(Feature):
         except Exception as error:  # the gradients are averaged, and no other rank raises in this backward
             text = f"the check of the gradients for NaN and infinite values failed: {error!r}"
         if text:
-            warn_at_user(f"rank {self._rank}: {text}")
+            warn_at_user(f"rank {self._engine.group.rank()}: {text}")
 
     def begin(self) -> None:
         """A backward begins to send: what one before has left that was interrupted counts no more."""

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from dpfuse.engine.bucket import GradBucket
 from dpfuse.engine.comm_buffer import CommBuffer
-from dpfuse.engine.feature import Feature
+from dpfuse.engine.feature import Engine, Feature
+from dpfuse.engine.phase import ABANDONED, IDLE
 from dpfuse.engine.plan import Bucket
 from dpfuse.engine.protocols import PackArguments, PackStep
-from dpfuse.engine.reducer import ABANDONED, IDLE, Reducer
 from dpfuse.engine.report import Report
-from dpfuse.engine.report_layout import Field, Place, ReportLayout
+from dpfuse.engine.report_layout import Field, Place
 from dpfuse.engine.window import Window
 from dpfuse.errors import DPFuseError
 from dpfuse.exclusions import refuse
@@ -51,7 +51,6 @@ class GradientFactors(Feature):
         window: counts what ranks must have in common.
         gradient_scale: factor on each rank's gradients; None is the mean.
         group: the ranks.
-        reducer: gives the reducer of the model, once it is there.
         in_use: gives what the model has in use of what `dpfuse.exclusions` names.
         strict: whether to wait in each backward for what weights come to.
 
@@ -62,6 +61,7 @@ class GradientFactors(Feature):
     """
 
     eager = False
+    _engine: Engine
     _place: Place  # where ranks tell whether they have found values that are not finite
 
     def __init__(
@@ -69,18 +69,16 @@ class GradientFactors(Feature):
         window: Window,
         gradient_scale: float | None,
         group: dist.ProcessGroup,
-        reducer: Callable[[], Reducer],
         in_use: Callable[[], Mapping[str, str]],
         *,
         strict: bool,
     ) -> None:
         self.attached = False
         self.loss_scale = LossScale()
-        self.weight = GradientWeight(group, lambda: reducer().completed, window)
+        self.weight = GradientWeight(group, lambda: self._engine.completed, window)
         self._window = window
         # Is the sum over the ranks finite wherever all summands are? That of a mean is.
         self._bounded = gradient_scale is None or abs(gradient_scale) * group.size() <= 1
-        self._reducer = reducer
         self._in_use = in_use
         self._strict = strict
         self._handling = 0  # bits of HANDLING, of the backward that is running
@@ -88,8 +86,9 @@ class GradientFactors(Feature):
         self._found: _Found | None = None  # values that are not finite; None where they are not looked for
         self._report: Report | None = None  # that of the last bucket, once it was packed
 
-    def register(self, layout: ReportLayout) -> None:
-        """As `Feature.register`. The ranks compare what they do with gradients, whether it is attached or not."""
+    def join(self, engine: Engine) -> None:
+        """As `Feature.join`. The ranks compare what they do with gradients, whether it is attached or not."""
+        self._engine, layout = engine, engine.layout
         layout.compare(Field("handling", lambda: self._handling, _handling_words, REMEDY, bits=4))
         self._place = layout.register("nonfinite", 1)
         self.weight.register(layout)
@@ -101,10 +100,10 @@ class GradientFactors(Feature):
             TypeError, ValueError: as `GradientWeight.set`.
             DPFuseError: a backward is running, or these gradients cannot be weighed.
         """
-        reducer = self._reducer()
-        if reducer.phase not in (IDLE, ABANDONED):
+        phase = self._engine.phase
+        if phase not in (IDLE, ABANDONED):
             raise DPFuseError(
-                f"set_gradient_weight() was called while a backward is {reducer.phase.name}, expected it before. "
+                f"set_gradient_weight() was called while a backward is {phase.name}, expected it before. "
                 "Call it once the batch of this rank is known."
             )
         if weight is not None:
@@ -116,13 +115,13 @@ class GradientFactors(Feature):
         self.loss_scale.ids |= {id(param) for param in buffer.params}
         return _FactorStep(self, buffer, report)
 
-    def opened(self, *, sync: bool, announced: bool) -> None:
-        """As `Feature.opened`.
+    def backward_begins(self, *, sync: bool, announced: bool) -> None:
+        """As `Watcher.backward_begins`.
 
         Raises:
             DPFuseError: as `LossScale.begins`, or gradients with a weight cannot have one.
         """
-        buckets = self._reducer().buckets
+        buckets = self._engine.buckets
         scale = self.loss_scale.begins(lambda: Gradients(buckets, ()), announced=announced)
         if not sync:
             return
@@ -143,7 +142,7 @@ class GradientFactors(Feature):
         self._handling = unscales + weighs * 2 * kind
 
     def delivered(self) -> None:
-        """As `Feature.delivered`.
+        """As `Watcher.delivered`.
 
         Raises:
             DPFuseError: as `GradientWeight.hear`.
@@ -159,12 +158,12 @@ class GradientFactors(Feature):
         self._window.compares_backwards = True
         multiplier = self.weight.delivered(report)
         if multiplier is not None:
-            Gradients(self._reducer().buckets, ()).multiply(multiplier)
+            Gradients(self._engine.buckets, ()).multiply(multiplier)
         self.weight.hear(wait=self._strict)
 
     @property
     def _device(self) -> torch.device:
-        return torch.device(self._reducer().buckets[0].plan.device)
+        return torch.device(self._engine.buckets[0].plan.device)
 
     def _refuse_weights(self) -> None:
         refuse("weight", "gradients were given a weight with", self._in_use())

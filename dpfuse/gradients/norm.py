@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from dpfuse.engine.bucket import GradBucket
-from dpfuse.engine.reducer import ABANDONED, IDLE, Reducer
+from dpfuse.engine.phase import ABANDONED, IDLE
+from dpfuse.engine.reducer import Reducer
 from dpfuse.errors import DPFuseError
 from dpfuse.gradients.square_sum import MeasuredDelivery, SquareSum
 from dpfuse_kernels import MxTable, PointerTable, multiply, squared_norm

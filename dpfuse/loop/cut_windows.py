@@ -6,6 +6,7 @@ import sys
 
 from torch.optim import Optimizer
 
+from dpfuse.engine.events import Watcher
 from dpfuse.engine.user_line import Place, user_place
 from dpfuse.loop.findings import CUT_WINDOW, findings
 from dpfuse.loop.model import Model
@@ -18,7 +19,7 @@ DROPS = 2  # of the same length, as far from each other as from the beginning: a
 _Places = tuple[Place, Place]  # of a forward and of its backward
 
 
-class CutWindows:
+class CutWindows(Watcher):
     """Compares the lengths of windows: how many backwards have written a gradient before a step.
 
     A program may zero the gradient of a batch on purpose, every few steps, such as when it logs a norm. That backward
@@ -73,9 +74,9 @@ class CutWindows:
         self._same += count
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """As `Looking.after_step`."""
+        """As `Watcher.after_step`."""
 
-    def backward_begins(self) -> None:
+    def backward_begins(self, *, sync: bool, announced: bool) -> None:
         """Note the place of this backward, and of its forward."""
         if self._watched.dropped and not self._watched.length and not self._zeroed:
             self._zeroed, self._running = self._running, set()

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from dpfuse.engine.events import Watcher
 from dpfuse.engine.streams import capturing
 from dpfuse.loop.findings import EACH_AVERAGED, findings
 from dpfuse.loop.model import Model, Times
@@ -51,7 +52,7 @@ class EachAveraged:
         self._steps += 1
         if self._steps == COUNTED:
             times = self._times = _FewBackwards(self._model.times(), MEASURED * length)
-            self._model.observers.append(times)
+            self._model.events.add(times)
             self._began = perf_counter()
         elif self._steps == COUNTED + MEASURED:
             self._say(optimizer)
@@ -64,18 +65,18 @@ class EachAveraged:
     def stop(self) -> None:
         """Measure no more."""
         if self._times is not None:
-            self._model.observers[:] = [each for each in self._model.observers if each is not self._times]
+            self._model.events.remove(self._times)
             self._times = None
 
     def _say(self, optimizer: Optimizer) -> None:
         elapsed = (perf_counter() - self._began) / MEASURED
-        measured, whole = self._times, self._times in self._model.observers  # a call of `observe` drops it
+        measured = self._times
         self.stop()
         assert measured is not None
         if measured.error is not None:
             raise measured.error
         times = measured.times
-        if times is None or not whole:
+        if times is None:
             return
         times.finish()
         share = (self._length - 1) / self._length
@@ -92,7 +93,7 @@ class EachAveraged:
         )
 
 
-class _FewBackwards:
+class _FewBackwards(Watcher):
     """Passes on what it is told of some backwards, except while a CUDA graph is captured.
 
     The program may never make the step behind them, and what is noted of a backward on a GPU takes memory.
@@ -111,20 +112,20 @@ class _FewBackwards:
         self.error: Exception | None = None
         self._left = count
 
-    def sent(self, tensors: Sequence[Tensor], work: dist.Work, *, is_last: bool) -> None:
-        """As `BucketObserver.sent`."""
+    def bucket_sent(self, tensors: Sequence[Tensor], work: dist.Work, *, is_last: bool) -> None:
+        """As `Watcher.bucket_sent`."""
         if self._left == 0:
             self.times = None
         self._left -= is_last
-        self._pass_on(lambda times: times.sent(tensors, work, is_last=is_last))
+        self._pass_on(lambda times: times.bucket_sent(tensors, work, is_last=is_last))
 
-    def wait_begins(self, flat: Tensor) -> None:
-        """As `BucketObserver.wait_begins`."""
-        self._pass_on(lambda times: times.wait_begins(flat))
+    def bucket_waited_for(self, flat: Tensor) -> None:
+        """As `Watcher.bucket_waited_for`."""
+        self._pass_on(lambda times: times.bucket_waited_for(flat))
 
-    def wait_ends(self) -> None:
-        """As `BucketObserver.wait_ends`."""
-        self._pass_on(lambda times: times.wait_ends())
+    def bucket_landed(self) -> None:
+        """As `Watcher.bucket_landed`."""
+        self._pass_on(lambda times: times.bucket_landed())
 
     def _pass_on(self, call: Callable[[Times], None]) -> None:
         if self.times is None or capturing():

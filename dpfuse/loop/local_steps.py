@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from dpfuse.engine.events import Watcher
 from dpfuse.engine.streams import HostCopy
 from dpfuse.loop.coming_backwards import average_may_come
 from dpfuse.loop.findings import NOTHING_AVERAGED, findings
@@ -22,7 +23,7 @@ STEPS = 3  # in a row, before it looks closer
 LOOKS = 17  # steps for which it does
 
 
-class LocalSteps:
+class LocalSteps(Watcher):
     """Counts steps on local gradients, then looks whether the program averages gradients or weights by itself.
 
     An average by hand shows in the bits of a gradient between backward and step, or of a weight between steps. Clipping
@@ -80,7 +81,7 @@ class LocalSteps:
         self._gradients.append((bits, sample_of(param.grad)))
         self._stepped = sample_of(param)
 
-    def backward_begins(self) -> None:
+    def backward_begins(self, *, sync: bool, announced: bool) -> None:
         """Copy the same elements of the weight before the next backward."""
         if self._stepped is not None:
             self._weights.append((self._stepped, sample_of(self._watched.param)))

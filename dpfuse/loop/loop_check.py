@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 from weakref import ref
 
 from torch import Tensor, nn
@@ -12,18 +11,16 @@ from torch.optim import Optimizer
 
 from dpfuse.engine.bucket_set import names_of
 from dpfuse.engine.comm_buffer import CommBuffer
-from dpfuse.engine.feature import Feature
+from dpfuse.engine.events import Inputs
+from dpfuse.engine.feature import Engine, Feature
 from dpfuse.engine.local_part import leaf_of
-from dpfuse.engine.optimizer_step_hook import call_after_steps, call_before_steps
 from dpfuse.engine.plan import Bucket, BucketPlan
 from dpfuse.engine.protocols import PackArguments, PackStep
 from dpfuse.engine.report import Report
-from dpfuse.engine.report_layout import Place, ReportLayout
+from dpfuse.engine.report_layout import Place
 from dpfuse.engine.streams import capturing
-from dpfuse.engine.sync import GradSync
 from dpfuse.engine.torch_private import has_hooks_of_others
 from dpfuse.engine.user_line import user_place
-from dpfuse.engine.window import Window
 from dpfuse.errors import DPFuseError, LoopWarning
 from dpfuse.loop.coming_code import running_lines
 from dpfuse.loop.comparison import Comparison
@@ -49,37 +46,31 @@ class LoopCheck(Feature):
 
     Args:
         module: that is wrapped.
-        window: knows whether this rank has inputs.
-        grads: returns the synchronisation of the gradients, once there is one.
-        times: makes an observer that measures how buckets travel.
+        times: makes what measures how buckets travel.
         rank: of this process.
         raises: whether a step on gradients that only one rank has is an error.
 
     Attributes:
         failed: whether a rule has failed, so that the check is off.
-        hears_forwards: whether `forward_begins` has anything to note.
     """
 
+    _engine: Engine
     _place: Place
 
     def __init__(
         self,
         module: nn.Module,
-        window: Window,
-        grads: Callable[[], GradSync],
         times: Callable[[], Times],
         rank: int,
         *,
         raises: bool,
     ) -> None:
         self._module = module
-        self._window = window
-        self._grads = grads
         self._times = times
         self._made = running_lines(sys._getframe())
         self._rank = rank
         self.failed = False
-        self.hears_forwards = True
+        self._hears_forwards = True
         self._next_change = next_change(0)  # how many averages there are when words begin to travel, or no longer do
         self._raises = raises
         self._model: Model | None = None  # known in the first backward, as is what follows
@@ -92,11 +83,10 @@ class LoopCheck(Feature):
         self._never_stepped: NeverStepped | None = None
         self._runs = False  # whether a backward was opened and has not ended
         self._announced = False
-        call_before_steps(self)
 
-    def register(self, layout: ReportLayout) -> None:
-        """As `Feature.register`."""
-        self._place = layout.register("loop", WIDTHS)
+    def join(self, engine: Engine) -> None:
+        """As `Feature.join`."""
+        self._engine, self._place = engine, engine.layout.register("loop", WIDTHS)
 
     def step(self, order: int, bucket: Bucket, buffer: CommBuffer, report: Report | None) -> PackStep | None:
         """As `Feature.step`."""
@@ -108,7 +98,7 @@ class LoopCheck(Feature):
             self._look_at_rest()
 
     def thawed(self, params: Sequence[Tensor]) -> None:
-        """As `Feature.thawed`."""
+        """As `Watcher.thawed`."""
         if self._never_stepped is not None and self._never_stepped.misses(map(leaf_of, params)):
             self._look_at_rest()
 
@@ -117,8 +107,10 @@ class LoopCheck(Feature):
         if self._model is not None:
             self._never_stepped = NeverStepped(self._model)
 
-    def forward_begins(self, inputs: tuple[Sequence[Any], Mapping[str, Any]]) -> None:
-        """Note the arguments of a forward that may have a backward."""
+    def forward_begins(self, inputs: Inputs) -> None:
+        """As `Watcher.forward_begins`."""
+        if not self._hears_forwards:
+            return
         try:
             if self._order is not None:
                 self._order.forward_begins(inputs)
@@ -135,7 +127,7 @@ class LoopCheck(Feature):
         """Write into the report, as it is packed behind this bucket, what the ranks are to have in common."""
         try:
             model = self._model
-            if model is None or self._window.without_inputs or self._comparison is None:
+            if model is None or self._engine.without_inputs or self._comparison is None:
                 return
 
             def params() -> dict[str, Tensor]:
@@ -146,8 +138,8 @@ class LoopCheck(Feature):
         except Exception as error:
             self._fail(error)
 
-    def opened(self, *, sync: bool, announced: bool) -> None:
-        """As `Feature.opened`."""
+    def backward_begins(self, *, sync: bool, announced: bool) -> None:
+        """As `Watcher.backward_begins`."""
         if self.failed:
             return
         try:
@@ -161,12 +153,12 @@ class LoopCheck(Feature):
             for watched in self._watched:
                 watched.backward_begins(announced=announced)
             for rule in model.looking:
-                rule.backward_begins()
+                rule.backward_begins(sync=sync, announced=announced)
         except Exception as error:
             self._fail(error)
 
-    def left(self, *, added: bool) -> None:
-        """As `Feature.left`."""
+    def local_backward_ended(self, *, added: bool) -> None:
+        """As `Watcher.local_backward_ended`."""
         if self.failed:
             return
         try:
@@ -180,7 +172,7 @@ class LoopCheck(Feature):
             self._fail(error)
 
     def delivered(self) -> None:
-        """As `Feature.delivered`."""
+        """As `Watcher.delivered`."""
         if self.failed:
             return
         try:
@@ -193,7 +185,7 @@ class LoopCheck(Feature):
                 comparison.delivered()
             if model.averages == self._next_change:
                 model.due = is_due(model.averages)
-                self.hears_forwards = self._order is not None or model.due or model.keeps_places > 0
+                self._hears_forwards = self._order is not None or model.due or model.keeps_places > 0
                 self._next_change = next_change(model.averages)
             for watched in self._watched:
                 watched.mean_ends()
@@ -232,13 +224,12 @@ class LoopCheck(Feature):
             if self._spares or rules.watched is not before:
                 self._choose_watched()
             if model.looking:
-                self.hears_forwards = True
-                call_after_steps(self)
+                self._hears_forwards = True
         except Exception as error:
             self._fail(error)
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """As `AfterStep.after_step`."""
+        """As `Watcher.after_step`."""
         try:
             model = self._model
             if model is None or not model.looking or (model.on_gpu and capturing()):
@@ -256,7 +247,7 @@ class LoopCheck(Feature):
         """
         if isinstance(error, (DPFuseError, LoopWarning)):
             raise error
-        self.failed, self.hears_forwards = True, False
+        self.failed, self._hears_forwards = True, False
         findings.log_failure(self._rank, error)
         for rules in self._of.values():
             rules.stop()
@@ -269,7 +260,7 @@ class LoopCheck(Feature):
             self._of.pop(optimizer).stop()
 
     def _begin(self) -> Model:
-        grads = self._grads()
+        grads = self._engine
 
         def params() -> dict[str, Tensor]:
             return dict(zip(names_of(grads.plan), map(leaf_of, grads.params), strict=True))
@@ -277,8 +268,8 @@ class LoopCheck(Feature):
         def hooked() -> bool:
             return any(map(has_hooks_of_others, map(leaf_of, grads.params)))
 
-        observers, on_gpu = grads.listening.observers, grads.params[0].is_cuda
-        self._model = model = Model(params, hooked, self._rank, observers, self._times, self._made, on_gpu=on_gpu)
+        on_gpu = grads.params[0].is_cuda
+        self._model = model = Model(params, hooked, self._rank, grads.events, self._times, self._made, on_gpu=on_gpu)
         found = best_of({name: param for name, param in params().items() if is_plain(param)})
         some = found[:: max(1, -(-len(found) // SPARES))]
         self._spares = [WatchedGradient(param, name, self._rank) for name, param in some]

@@ -2,36 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Protocol
 
+import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Optimizer
 
-from dpfuse.engine.protocols import BucketObserver
+from dpfuse.engine.events import Events, Watcher
 from dpfuse.engine.user_line import Place
 from dpfuse.loop.coming_averages import weights_may_be_averaged
 from dpfuse.loop.coming_code import Lines
 
-__all__ = ["Looking", "Model", "Times"]
+__all__ = ["Model", "Times"]
 
 
-class Looking(Protocol):
-    """Looks at weights behind a step, and before the next backward."""
-
-    def after_step(self, optimizer: Optimizer) -> None:
-        """Look, once this optimizer has stepped."""
-
-    def backward_begins(self) -> None:
-        """Look."""
-
-
-class Times(BucketObserver, Protocol):
-    """Measures how buckets travel."""
+class Times(Protocol):
+    """Measures how buckets travel. The methods are those of `Watcher`."""
 
     nbytes: int  # of what travels
     exposed: float  # seconds in which backward had nothing left to do but wait
+
+    def bucket_sent(self, tensors: Sequence[Tensor], work: dist.Work, *, is_last: bool) -> None: ...
+    def bucket_waited_for(self, flat: Tensor) -> None: ...
+    def bucket_landed(self) -> None: ...
 
     def finish(self) -> None:
         """Complete the seconds; waits for the device."""
@@ -44,8 +38,8 @@ class Model:
         params: returns its parameters that are averaged, by name.
         hooked: returns whether one of them has a hook of the program.
         rank: of this process.
-        observers: are told how each bucket travels; may grow and shrink.
-        times: makes an observer that measures.
+        events: of the model.
+        times: makes what measures.
         made: the lines of the program that ran when it was wrapped, as of `running_lines`.
         on_gpu: whether the parameters are on a GPU.
 
@@ -63,7 +57,7 @@ class Model:
         params: Callable[[], Mapping[str, Tensor]],
         hooked: Callable[[], bool],
         rank: int,
-        observers: list[BucketObserver],
+        events: Events,
         times: Callable[[], Times],
         made: Lines,
         *,
@@ -72,13 +66,13 @@ class Model:
         self.params = params
         self.hooked = hooked
         self.rank = rank
-        self.observers = observers
+        self.events = events
         self.times = times
         self.made = made
         self.on_gpu = on_gpu
         self.averages = self.others = 0
         self.due = False
-        self.looking: list[Looking] = []
+        self.looking: list[Watcher] = []
         self.keeps_places = 0
         self.forward_place: Place = ()
         self._averages_weights = False

@@ -12,10 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dpfuse.engine.optimizer_step_hook import call_after_steps, call_before_steps
-from dpfuse.engine.reducer import IDLE, Phase
+from dpfuse.engine.events import Watcher, hear_steps
+from dpfuse.engine.phase import IDLE, Phase
 from dpfuse.engine.report import Compared
-from dpfuse.engine.window import Window
 from dpfuse.errors import WeightsWarning
 from dpfuse.weights.check import WeightsCheck
 from dpfuse.weights.finding import Words
@@ -31,7 +30,7 @@ WORDS = Words(
 )
 
 
-class CallWeights:
+class CallWeights(Watcher):
     """The weights of a call, which are compared from the second call with the same parameters on.
 
     Made on all ranks in the same call. A difference is a warning: no option of the call says what else it should be.
@@ -47,19 +46,16 @@ class CallWeights:
         device = next(iter(tensors.values())).device
         self._pairs = torch.zeros((BITS, 2), device=device)
         self._compared = Compared(self._pairs, late=False)  # a vote is read in the call that makes it
-        self._calls = calls = _Calls()
+        self._calls = _Calls()
         self._living: dict[int, Tensor] = {}  # the parameters by id, while something is done with them
         self._optimizers: WeakSet[Optimizer] = WeakSet()  # those that step some of them
         made_of = dict(tensors)
-        self._check = WeightsCheck(
-            lambda: made_of, lambda: 0, group, lambda: calls, Window(), raises=False, words=WORDS, hold=self._hold
-        )
-        self._check.compare_in(self._compared)
+        self._check = WeightsCheck(lambda: made_of, lambda: 0, group, raises=False, words=WORDS, hold=self._hold)
+        self._check.compare_in(self._compared, self._calls)
         self._check.prepare()
         made_of.clear()
         self._ids = set(map(id, tensors.values()))
-        call_before_steps(self)
-        call_after_steps(self)
+        hear_steps(self)
 
     def _hold(self, tensor: Tensor) -> Callable[[], Tensor | None]:
         return partial(self._living.get, id(tensor))
@@ -73,11 +69,11 @@ class CallWeights:
             self._living.clear()
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """As `BeforeStep.before_step`."""
+        """As `Watcher.before_step`."""
         self._check.before_step(optimizer)
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """As `AfterStep.after_step`: hash the parameters that the optimizers hold."""
+        """As `Watcher.after_step`: hash the parameters that the optimizers hold."""
         if not self._ids.isdisjoint(map(id, _params_of(optimizer))):
             self._optimizers.add(optimizer)
             with self._in(param for each in self._optimizers for param in _params_of(each)):
@@ -129,9 +125,10 @@ def _params_of(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 class _Calls:
-    """What `WeightsCheck` wants of a reducer."""
+    """What `WeightsCheck` wants of an engine."""
 
     phase: Phase = IDLE
+    without_inputs = False
 
     def __init__(self) -> None:
         self.completed = 0

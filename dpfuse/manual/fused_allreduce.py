@@ -22,6 +22,7 @@ from dpfuse.engine.assembly import Assembly
 from dpfuse.engine.averaging import Wire, averaging_for
 from dpfuse.engine.bucket import FLIGHT, GradBucket, Surroundings
 from dpfuse.engine.comm_buffer import dense_stride
+from dpfuse.engine.events import Events
 from dpfuse.engine.feeds.accumulating import refuse_accumulated
 from dpfuse.engine.local_part import is_divided
 from dpfuse.engine.param_spec import ParamSpec
@@ -293,7 +294,7 @@ class _Prepared:
         options, window = self._options, Window()
         assembly = Assembly(
             group,
-            Surroundings(board_of(group), [], lambda error: _leave(group, error)),
+            Surroundings(board_of(group), Events(), lambda error: _leave(group, error)),
             SyncSettings(scale=options.scale, wire=options.wire, deterministic=options.deterministic),
             overlaps=False,
             make_report=lambda count, dtype, device: Report(group, count, ReportLayout(), window, dtype, device),

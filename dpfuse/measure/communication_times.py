@@ -12,12 +12,13 @@ from torch import Tensor
 
 from dpfuse.comm.completion import call_when_landed
 from dpfuse.comm.waiting import NO_LIMIT
+from dpfuse.engine.events import Watcher
 
 __all__ = ["CommunicationTimes"]
 
 
 @dataclass
-class CommunicationTimes:
+class CommunicationTimes(Watcher):
     """Totals over the synchronised backwards of this rank; complete once the measuring context has ended."""
 
     steps: int = 0
@@ -29,7 +30,7 @@ class CommunicationTimes:
     _waiting: float | torch.cuda.Event = field(default=0.0, repr=False)
     _side: torch.cuda.Stream | None = field(default=None, repr=False)
 
-    def sent(self, tensors: Sequence[Tensor], work: dist.Work, *, is_last: bool) -> None:
+    def bucket_sent(self, tensors: Sequence[Tensor], work: dist.Work, *, is_last: bool) -> None:
         """A bucket was handed to the process group."""
         self.steps += is_last
         self.collectives += 1
@@ -48,11 +49,11 @@ class CommunicationTimes:
 
         call_when_landed(work, landed)
 
-    def wait_begins(self, flat: Tensor) -> None:
+    def bucket_waited_for(self, flat: Tensor) -> None:
         """Backward is over and waits for a bucket."""
         self._waiting = _event() if flat.is_cuda else perf_counter()
 
-    def wait_ends(self) -> None:
+    def bucket_landed(self) -> None:
         """The bucket has landed."""
         if isinstance(self._waiting, float):
             self.exposed += perf_counter() - self._waiting

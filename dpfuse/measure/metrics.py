@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,14 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dpfuse.engine.comm_buffer import CommBuffer
-from dpfuse.engine.feature import Feature
+from dpfuse.engine.feature import Engine, Feature
 from dpfuse.engine.plan import Bucket
 from dpfuse.engine.protocols import PackStep
-from dpfuse.engine.reducer import Reducer
 from dpfuse.engine.report import Report
-from dpfuse.engine.report_layout import Place, ReportLayout
+from dpfuse.engine.report_layout import Place
 from dpfuse.engine.streams import capturing
-from dpfuse.engine.window import Window
 from dpfuse.gradients.norm import Gradients
 from dpfuse.gradients.weight import GradientWeight
 from dpfuse.measure.communication_times import CommunicationTimes
@@ -41,67 +39,52 @@ class _Measured(NamedTuple):
 
 
 class Metrics(Feature):
-    """Measures every n-th synchronised backward. It is a `BucketObserver`, too.
+    """Measures every n-th synchronised backward.
 
     Args:
         every: n; the first backward is measured.
         weight: of this rank's gradients.
-        window: tells whether this rank only takes part in a backward of other ranks.
-        reducer: returns the reducer of the model.
-        hooked: returns whether a communication hook averages the gradients.
 
     Attributes:
         step_times: of each step.
     """
 
+    _engine: Engine
     _place: Place
 
-    def __init__(
-        self,
-        every: int,
-        weight: GradientWeight,
-        window: Window,
-        reducer: Callable[[], Reducer],
-        hooked: Callable[[], bool],
-    ) -> None:
+    def __init__(self, every: int, weight: GradientWeight) -> None:
         self.step_times = StepTimes()
         self._every = every
         self._measures = False  # in the backward that is running
         self._weight = weight
-        self._window = window
-        self._reducer = reducer
-        self._hooked = hooked
         self._times = CommunicationTimes()
         self._sent: list[tuple[Any, Any]] = []  # sums of squares, and numbers of values that are not finite
         self._report: Report | None = None
         self._last: _Measured | None = None
         self._numbers: dict[str, float] = {}  # of it, once they were read
 
-    def register(self, layout: ReportLayout) -> None:
-        self._place = layout.register("metrics", PARTS)
+    def join(self, engine: Engine) -> None:
+        self._engine, self._place = engine, engine.layout.register("metrics", PARTS)
 
     def step(self, order: int, bucket: Bucket, buffer: CommBuffer, report: Report | None) -> PackStep:
         return LocalSquares(self, buffer, report, sparse=bucket.sparse)
 
-    def opened(self, *, sync: bool, announced: bool) -> None:
-        self._measures = sync and self._reducer().completed % self._every == 0
+    def backward_begins(self, *, sync: bool, announced: bool) -> None:
+        self._measures = sync and self._engine.completed % self._every == 0
         if self._measures:
             self._times, self._sent = CommunicationTimes(), []
 
-    def sent(self, tensors: Sequence[Tensor], work: dist.Work, *, is_last: bool) -> None:
-        """As `BucketObserver.sent`."""
+    def bucket_sent(self, tensors: Sequence[Tensor], work: dist.Work, *, is_last: bool) -> None:
         if self._measures and not capturing():
-            self._times.sent(tensors, work, is_last=is_last)
+            self._times.bucket_sent(tensors, work, is_last=is_last)
 
-    def wait_begins(self, flat: Tensor) -> None:
-        """As `BucketObserver.wait_begins`."""
+    def bucket_waited_for(self, flat: Tensor) -> None:
         if self._measures and not capturing():
-            self._times.wait_begins(flat)
+            self._times.bucket_waited_for(flat)
 
-    def wait_ends(self) -> None:
-        """As `BucketObserver.wait_ends`."""
+    def bucket_landed(self) -> None:
         if self._measures and not capturing():
-            self._times.wait_ends()
+            self._times.bucket_landed()
 
     @property
     def measures(self) -> bool:
@@ -119,27 +102,27 @@ class Metrics(Feature):
         if host_knows(packed):
             total, wrong = (float(sum(numbers)) for numbers in zip(*self._sent, strict=True))
             known = 1.0 if weight is None else float(weight)
-            takes_part = known > 0 if weight is not None else not self._window.without_inputs
+            takes_part = known > 0 if weight is not None else not self._engine.without_inputs
             # What is sent is weight times gradient: divided once, the weighted square is left.
             told = [total / known if known > 0 else 0.0, takes_part, wrong]
             report.write(packed, self._place, torch.tensor(told, dtype=torch.float64, device="cpu"))
             return
         squares, nonfinite = (torch.stack(numbers).sum() for numbers in zip(*self._sent, strict=True))
-        measured = torch.full_like(squares, not self._window.without_inputs)
+        measured = torch.full_like(squares, not self._engine.without_inputs)
         if weight is not None:
             measured = (weight > 0).double()
             squares = torch.where(weight > 0, squares / weight.double(), 0.0)
         report.write(packed, self._place, torch.stack([squares, measured, nonfinite.to(squares.dtype)]))
 
     def delivered(self) -> None:
-        """As `Feature.delivered`."""
-        reducer, report = self._reducer(), self._report
+        """As `Watcher.delivered`."""
+        engine, report = self._engine, self._report
         if report is None or not self._measures:
             return
-        squares = Gradients(reducer.buckets, ()).squares()
+        squares = Gradients(engine.buckets, ()).squares()
         values = torch.cat([squares.view(1), report.sums(self._place).double(), self._weight.sums(report)])
-        averaging = reducer.buckets[0].averaging
-        self._last = _Measured(reducer.completed, self._times, values, averaging.pre_scale * averaging.post_scale)
+        averaging = engine.buckets[0].averaging
+        self._last = _Measured(engine.completed, self._times, values, averaging.pre_scale * averaging.post_scale)
         self._report, self._numbers = None, {}
 
     def read(self) -> dict[str, float]:
@@ -154,7 +137,9 @@ class Metrics(Feature):
         square, squares, ranks, nonfinite, weight, _, weighing = values.tolist()
         batch = weight if weighing else ranks
         mean = square if weighing or not ranks else square / (scale * ranks) ** 2
-        signal, variance = (math.nan, math.nan) if self._hooked() else noise_of(squares, mean, ranks, batch)
+        signal, variance = (
+            (math.nan, math.nan) if self._engine.hook is not None else noise_of(squares, mean, ranks, batch)
+        )
         return {
             "step": step,
             "exposed_seconds": times.exposed,

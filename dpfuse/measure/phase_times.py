@@ -6,13 +6,12 @@ from torch.optim import Optimizer
 
 from dpfuse.comm.phase_clock import BACKWARD, FORWARD, LOADER, PhaseClock
 from dpfuse.comm.waiting import Board
-from dpfuse.engine.feature import Feature
-from dpfuse.engine.optimizer_step_hook import call_after_steps
+from dpfuse.engine.events import Inputs, Watcher
 
 __all__ = ["PhaseTimes"]
 
 
-class PhaseTimes(Feature):
+class PhaseTimes(Watcher):
     """Marks the phases of one wrapped model. All models of a group use one clock.
 
     By the host's clock, so also on a GPU: what the host does not wait for takes no time.
@@ -24,24 +23,23 @@ class PhaseTimes(Feature):
     def __init__(self, board: Board) -> None:
         self._board = board
         self._clock = board.clock = board.clock or PhaseClock(board.waited)
-        call_after_steps(self)
 
-    def forward_begins(self) -> None:
-        """Note that a forward begins, which may have a backward."""
+    def forward_begins(self, inputs: Inputs) -> None:
+        """As `Watcher.forward_begins`."""
         self._clock.enter(FORWARD, self._board.waited)
 
-    def opened(self, *, sync: bool, announced: bool) -> None:
-        """As `Feature.opened`."""
+    def backward_begins(self, *, sync: bool, announced: bool) -> None:
+        """As `Watcher.backward_begins`."""
         self._clock.enter(BACKWARD, self._board.waited)
 
-    def left(self, *, added: bool) -> None:
-        """As `Feature.left`."""
+    def local_backward_ended(self, *, added: bool) -> None:
+        """As `Watcher.local_backward_ended`."""
         self._clock.enter(LOADER, self._board.waited)
 
     def delivered(self) -> None:
-        """As `Feature.delivered`."""
+        """As `Watcher.delivered`."""
         self._clock.step_ended(self._board.waited)
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """As `AfterStep.after_step`."""
+        """As `Watcher.after_step`."""
         self._clock.optimizer_ended(self._board.waited)

@@ -8,7 +8,7 @@ from time import perf_counter_ns
 import torch.distributed as dist
 from torch import Tensor
 
-from dpfuse.engine.feature import Feature
+from dpfuse.engine.events import Inputs, Watcher
 
 __all__ = ["StepTimes"]
 
@@ -20,8 +20,8 @@ NAMES = (
 )
 
 
-class StepTimes(Feature):
-    """Times each synchronised backward on a CPU, and the forward before it. It is a `BucketObserver`, too.
+class StepTimes(Watcher):
+    """Times each synchronised backward on a CPU, and the forward before it.
 
     The four times are those of torch's DDP logging data: from the begin of the forward to that of backward, from there
     to its last gradient, from the first bucket sent to the last one landed, and how much of this backward computed.
@@ -34,23 +34,19 @@ class StepTimes(Feature):
         self._totals = [0] * len(NAMES)
         self._count = 0
 
-    def forward_begins(self) -> None:
-        """Note that a forward begins."""
+    def forward_begins(self, inputs: Inputs) -> None:
         self._forward = perf_counter_ns()
 
-    def opened(self, *, sync: bool, announced: bool) -> None:
+    def backward_begins(self, *, sync: bool, announced: bool) -> None:
         self._backward, self._computed, self._first = perf_counter_ns(), 0, 0
 
-    def sent(self, tensors: Sequence[Tensor], work: dist.Work, *, is_last: bool) -> None:
-        """As `BucketObserver.sent`."""
+    def bucket_sent(self, tensors: Sequence[Tensor], work: dist.Work, *, is_last: bool) -> None:
         self._first = self._first or (0 if tensors[0].is_cuda else perf_counter_ns())
 
-    def wait_begins(self, flat: Tensor) -> None:
-        """As `BucketObserver.wait_begins`."""
+    def bucket_waited_for(self, flat: Tensor) -> None:
         self._computed = self._computed or perf_counter_ns()
 
-    def wait_ends(self) -> None:
-        """As `BucketObserver.wait_ends`."""
+    def bucket_landed(self) -> None:
         self._last = perf_counter_ns()
 
     def delivered(self) -> None:

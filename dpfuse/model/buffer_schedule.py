@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from dpfuse.engine.feature import Feature
+from dpfuse.engine.feature import Engine, Feature
 from dpfuse.engine.protocols import Companion
-from dpfuse.engine.report_layout import Question, ReportLayout
+from dpfuse.engine.report_layout import Question
 from dpfuse.errors import DPFuseError
 from dpfuse.model.buffers import BufferKind, BufferSync
 
@@ -22,30 +22,31 @@ class BufferSchedule(Feature, Companion):
 
     Args:
         buffers: to send.
-        source: returns the rank whose buffers all ranks take.
         active: whether to send them, in backward and before a forward.
 
     Attributes:
         before_forward: whether a forward may have to send them.
-        in_backward: whether backwards send them. Both may change between backwards, on all ranks.
+        beside_gradients: whether backwards send them. Both may change between backwards, on all ranks.
         hook: what synchronises the buffers in our place, before each forward.
         refusal: why the ranks have not settled on the buffers that travel, as an error; empty if they have.
     """
 
-    def __init__(self, buffers: BufferSync, source: Callable[[], int], *, active: bool) -> None:
-        self.before_forward = self.in_backward = active
+    _engine: Engine
+
+    def __init__(self, buffers: BufferSync, *, active: bool) -> None:
+        self.before_forward = self.beside_gradients = active
         self.hook: Callable[[], None] | None = None
         self.refusal = ""
         self._buffers = buffers
-        self._source = source
         self._question = Question("which buffers travel", self._settle_for_question)
         self._fresh = False  # whether a backward has sent them since the last forward
         self._begun = False  # whether they were sent, or a forward that counts has begun
         self._in_place = False  # whether the last forward raised, with the buffers that it was to have
 
-    def register(self, layout: ReportLayout) -> None:
-        """As `Feature.register`: a rank on which buffers have changed asks all ranks to settle on those that travel."""
-        layout.ask(self._question)
+    def join(self, engine: Engine) -> None:
+        """As `Feature.join`: a rank on which buffers have changed asks all ranks to settle on those that travel."""
+        self._engine = engine
+        engine.layout.ask(self._question)
 
     @property
     def agreed(self) -> Mapping[str, BufferKind]:
@@ -58,7 +59,7 @@ class BufferSchedule(Feature, Companion):
             return False
         return self.hook is not None or ((counts or not self._begun) and not self._fresh)
 
-    def forward_begins(self, *, due: bool, counts: bool = True) -> None:
+    def begin_forward(self, *, due: bool, counts: bool = True) -> None:
         """Send the buffers if they are due: on this rank, or for a rank without input, on the others."""
         if due:
             self.send()
@@ -76,11 +77,11 @@ class BufferSchedule(Feature, Companion):
         if self.hook is not None:
             self.hook()
         else:
-            self._buffers.send(self._source())
+            self._buffers.send(self._engine.source)
 
-    def opened(self, *, sync: bool, announced: bool) -> None:
-        """As `Feature.opened`. A forward may have changed buffers, as observers do that get a shape in the first."""
-        if sync and self.in_backward:
+    def backward_begins(self, *, sync: bool, announced: bool) -> None:
+        """As `Watcher.backward_begins`. A forward may have changed buffers: some get a shape in the first."""
+        if sync and self.beside_gradients:
             self._question.asks = self._buffers.unsettled
 
     def settle(self) -> str:
@@ -89,9 +90,9 @@ class BufferSchedule(Feature, Companion):
         Returns:
             The error to raise on every rank; empty if there is none.
         """
-        if not self.in_backward:
+        if not self.beside_gradients:
             return ""
-        refusal = self._buffers.settle(self._source())
+        refusal = self._buffers.settle(self._engine.source)
         self._question.asks = self._buffers.unsettled
         return refusal or ""
 
@@ -99,7 +100,7 @@ class BufferSchedule(Feature, Companion):
         self.refusal = self.settle()
 
     def delivered(self) -> None:
-        """As `Feature.delivered`.
+        """As `Watcher.delivered`.
 
         Raises:
             DPFuseError: some ranks have converted a buffer, and others have not.
@@ -114,11 +115,11 @@ class BufferSchedule(Feature, Companion):
 
     def start(self) -> None:
         """As `Companion.start`."""
-        if self.in_backward:
-            self._buffers.start(self._source())
+        if self.beside_gradients:
+            self._buffers.start(self._engine.source)
 
     def finish(self) -> None:
         """As `Companion.finish`."""
-        if self.in_backward:
-            self._buffers.finish(self._source())
+        if self.beside_gradients:
+            self._buffers.finish(self._engine.source)
             self._fresh = self._begun = True

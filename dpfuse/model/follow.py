@@ -77,7 +77,7 @@ class ModuleFollower:
         unchanged, found = self._signature.unchanged(), self._buffers.found
         if unchanged and self._grads.reducer.change:
             unchanged = not self._signature.has_frozen()
-        if self._schedule.in_backward:
+        if self._schedule.beside_gradients:
             self._buffers.look_for_others()
         if (not unchanged or self._buffers.found is not found) and functional_call_runs(self._module):
             return False
@@ -89,7 +89,7 @@ class ModuleFollower:
             for param in self._grads.params:
                 if type(param) is LocalPart:
                     param.renew()
-        if self._schedule.in_backward and self._buffers.exist and not self._had_buffers:
+        if self._schedule.beside_gradients and self._buffers.exist and not self._had_buffers:
             self._had_buffers = True
             self._grads.remake()
         return True

@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from dpfuse.comm import votes
 from dpfuse.comm.completion import let_threads_finish_at_exit
 from dpfuse.comm.waiting import LOSS, board_of
+from dpfuse.engine.events import Inputs, Watcher
 from dpfuse.engine.exchanges.comm_hook import CommHook
 from dpfuse.engine.feature import Feature
 from dpfuse.engine.feeds.accumulating import refuse_accumulated
 from dpfuse.engine.listening import Wrap
 from dpfuse.engine.local_part import is_divided
-from dpfuse.engine.optimizer_step_hook import call_after_steps, call_before_steps
 from dpfuse.engine.param_spec import grad_dtype_of
+from dpfuse.engine.phase import ABANDONED, IDLE
 from dpfuse.engine.plan import BucketPlan
-from dpfuse.engine.reducer import ABANDONED, IDLE
 from dpfuse.engine.settings import SyncSettings
 from dpfuse.engine.sync import GradSync
 from dpfuse.engine.window import Window
@@ -50,8 +50,6 @@ from dpfuse.weights.check import WeightsCheck
 from dpfuse.weights.left_alone import leave_alone
 
 __all__ = ["Dividing", "FaceParts", "Measurable", "ModuleSync"]
-
-Inputs = tuple[Sequence[Any], Mapping[str, Any]]  # the arguments of a forward
 
 
 @dataclass(frozen=True)
@@ -137,7 +135,7 @@ class ModuleSync:
         self._failed: tuple[FailedBatch, int] | None = None  # of the last forward, if it raised, and its window
         self._tried: FailedBatch | None = None  # whose data the running forward tries once more
         buffers = BufferSync(module, options.ignored, group, agreed_buffers)
-        self.buffers = BufferSchedule(buffers, lambda: self.grads.source, active=options.broadcast_buffers)
+        self.buffers = BufferSchedule(buffers, active=options.broadcast_buffers)
         if options.broadcast_buffers:
             buffers.keep_values()
         signature = ModelSignature(module, options.ignored)
@@ -146,7 +144,6 @@ class ModuleSync:
             self.window,
             options.gradient_scale,
             group,
-            lambda: self.grads.reducer,
             lambda: self.in_use,
             strict=options.strict,
         )
@@ -154,40 +151,32 @@ class ModuleSync:
         self.error_feedback = (
             ErrorFeedback(group.rank(), group.size(), options.wire) if options.common["error_feedback"] else None
         )
-        features: list[Feature] = [self.buffers] if options.broadcast_buffers else []
-        features += [] if self.error_feedback is None else [self.error_feedback]
+        watchers: list[Watcher] = [self.buffers] if options.broadcast_buffers else []
+        watchers += [] if self.error_feedback is None else [self.error_feedback]
         self.metrics: Metrics | None = None
         if options.common["metrics"]:
             every, weight = int(options.common["metrics"]), self.factors.weight
-            self.metrics = Metrics(
-                every, weight, self.window, lambda: self.grads.reducer, lambda: self.grads.hook is not None
-            )
-            features += [self.metrics, self.metrics.step_times]
+            self.metrics = Metrics(every, weight)
+            watchers += [self.metrics, self.metrics.step_times]
         if options.common["check_finite"] != "off":
-            features.append(
-                FiniteCheck(
-                    raises=options.common["check_finite"] == "raise",
-                    late=params[0].is_cuda,
-                    rank=group.rank(),
-                    step=lambda: self.grads.reducer.completed + 1,
-                )
-            )
+            raises = options.common["check_finite"] == "raise"
+            watchers.append(FiniteCheck(raises=raises, late=params[0].is_cuda))
         if options.common["grad_norm_in_backward"]:
-            features.append(NormInBackward())
-        features += [_AfterDelivery(face.after_delivery)] if face.after_delivery else []
+            watchers.append(NormInBackward())
+        watchers += [_AfterDelivery(face.after_delivery)] if face.after_delivery else []
         self.phases: PhaseTimes | None = None
         board = board_of(group)
         if options.common["find_slow_ranks"] and board is not None and board.heartbeat is not None:
             self.phases = PhaseTimes(board)
-            features.append(self.phases)
+            watchers.append(self.phases)
         self.loop: LoopCheck | None = None
         level = options.common["check_loop"]
         if level != "off":
             tell_of_group(group)
             if group.size() > 1:
                 raises, rank = level == "raise", group.rank()
-                self.loop = LoopCheck(module, self.window, lambda: self.grads, CommunicationTimes, rank, raises=raises)
-                features.append(self.loop)
+                self.loop = LoopCheck(module, CommunicationTimes, rank, raises=raises)
+                watchers.append(self.loop)
         self.weights: WeightsCheck | None = None
         level = options.common["check_weights"]
         if level == "off":
@@ -197,25 +186,19 @@ class ModuleSync:
                 lambda: tensors_of(module, options)[0],
                 lambda: signature.looks,
                 group,
-                lambda: self.grads.reducer,
-                self.window,
                 raises=level == "raise",
             )
-            features.append(self.weights)  # last, since it may raise in `delivered`
+            watchers.append(self.weights)  # last, since it may raise in `delivered`
         self.grads = GradSync(
             plan,
             params,
             group,
             _settings_of(options, number, module),
             window=self.window,
-            features=features,
+            watchers=watchers,
             later=[self.factors],
             wrap=face.wrap,
-            observers=() if self.metrics is None else (self.metrics, self.metrics.step_times),
         )
-        if self.weights is not None:
-            call_before_steps(self.weights)  # only now: what failed to be made must not be called
-            call_after_steps(self.weights)
         let_threads_finish_at_exit()
         self._plan_residuals()
         self._follower = ModuleFollower(
@@ -259,8 +242,6 @@ class ModuleSync:
             DPFuseError: the last backward was interrupted here only, or was not averaged.
         """
         reducer, window = self.grads.reducer, self.window
-        if self.metrics is not None:
-            self.metrics.step_times.forward_begins()
         self.grads.track.begin(reducer.completed)
         self.grads.listening.watch.look_back()
         if reducer.phase is ABANDONED:
@@ -269,8 +250,6 @@ class ModuleSync:
                 self.attach_factors()
         idle, own_tensors = reducer.phase is IDLE, True
         if idle:
-            if self.phases is not None:
-                self.phases.forward_begins()
             reducer.refuse_unaveraged()
             own_tensors = self._follower.look()
             if not own_tensors and not self._follower.reaches_parameters():
@@ -282,10 +261,10 @@ class ModuleSync:
             self._forward_follows(self._failed, inputs)
         if self.before_collectives is not None:
             self.before_collectives()
-        if self.loop is not None and self.loop.hears_forwards and idle:
-            self.loop.forward_begins(inputs)
+        for begins in self.grads.events.forward_begins if idle else ():
+            begins(inputs)
         # Buffers that stand in for the module's own are the program's. The next forward sends those of the module.
-        self.buffers.forward_begins(due=own_tensors and self.buffers.due(counts=counts), counts=counts)
+        self.buffers.begin_forward(due=own_tensors and self.buffers.due(counts=counts), counts=counts)
         return True
 
     def forward_failed(self, inputs: Inputs) -> None:
@@ -323,10 +302,10 @@ class ModuleSync:
         """Whether a forward that begins now sends buffers first."""
         return self.buffers.due(counts=self._module.training)
 
-    def use_buffers(self, *, before_forward: bool, in_backward: bool) -> None:
+    def use_buffers(self, *, before_forward: bool, beside_gradients: bool) -> None:
         """Say whether buffers are sent before the next forward, if they must be, and in the backwards from now on."""
         self.buffers.before_forward = before_forward
-        self.buffers.in_backward = in_backward
+        self.buffers.beside_gradients = beside_gradients
 
     def send_model(self, *, buffers: bool) -> None:
         """Overwrite parameters, and buffers if asked to, with those of the rank `grads.source`."""
@@ -368,7 +347,7 @@ class ModuleSync:
             return
         if self.grads.reducer.phase is IDLE:  # else once what is in flight is drained
             self.factors.attached = True
-            self.grads.add_feature(self.factors, registered=True)
+            self.grads.add_feature(self.factors, joined=True)
 
     @property
     def recording(self) -> bool:
@@ -498,14 +477,14 @@ class ModuleSync:
             self.error_feedback.plan(self.grads.reducer.buckets)
 
 
-class _AfterDelivery(Feature):
+class _AfterDelivery(Watcher):
     """Calls functions once the gradients of a backward are averaged."""
 
     def __init__(self, functions: Sequence[Callable[[], None]]) -> None:
         self._functions = functions
 
     def delivered(self) -> None:
-        """As `Feature.delivered`."""
+        """As `Watcher.delivered`."""
         for function in self._functions:
             function()
 

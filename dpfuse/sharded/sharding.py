@@ -13,9 +13,10 @@ from dpfuse.comm.abilities import abilities_of
 from dpfuse.comm.waiting import BETWEEN, READ, Doing
 from dpfuse.engine.bucket_set import names_of
 from dpfuse.engine.comm_buffer import CommBuffer, Format, Zeros
+from dpfuse.engine.feature import Engine
 from dpfuse.engine.plan import Bucket, BucketPlan
 from dpfuse.engine.protocols import Delivery, Exchange
-from dpfuse.engine.report_layout import Field, ReportLayout
+from dpfuse.engine.report_layout import Field
 from dpfuse.engine.streams import SideStream
 from dpfuse.errors import DPFuseError
 from dpfuse.model.module_sync import Dividing, ModuleSync
@@ -54,8 +55,8 @@ class Sharding(Dividing):
         self._owners: dict[int, int] = {}  # the rank of a parameter that is needed whole, by its id; it never changes
         self._loads = [0.0] * self._group.size()  # what the updates of each rank's whole tensors cost
 
-    def register(self, layout: ReportLayout) -> None:
-        layout.compare(self._field)
+    def join(self, engine: Engine) -> None:
+        engine.layout.compare(self._field)
 
     def own(self, groups: ParamGroups) -> None:
         """Choose an owner for each parameter that is needed whole and has none.
@@ -83,7 +84,7 @@ class Sharding(Dividing):
     def delivery(self, order: int, delivery: Delivery, buffer: CommBuffer, side: SideStream | None) -> Delivery:
         return ShardedDelivery(buffer, _regions_of(buffer), self._group)
 
-    def opened(self, *, sync: bool, announced: bool) -> None:
+    def backward_begins(self, *, sync: bool, announced: bool) -> None:
         if sync:
             self.used = self.deliveries()
 
@@ -158,8 +159,8 @@ class ShardingInBackward(Sharding):
     def delivery(self, order: int, delivery: Delivery, buffer: CommBuffer, side: SideStream | None) -> Delivery:
         return DeliveryInBackward(buffer, _regions_of(buffer), self._group, self._in_backward)
 
-    def opened(self, *, sync: bool, announced: bool) -> None:
-        super().opened(sync=sync, announced=announced)
+    def backward_begins(self, *, sync: bool, announced: bool) -> None:
+        super().backward_begins(sync=sync, announced=announced)
         if sync:
             self._in_backward.opens()
 

@@ -226,7 +226,7 @@ class Tracer:
         self.phases.enter("outside")
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """As `BeforeStep.before_step`."""
+        """As `Watcher.before_step`."""
         self.phases.enter("tracing")
         if self.deep:
             self._stepped = [hash_of(param.grad) for param in _params_of(optimizer)]
@@ -235,7 +235,7 @@ class Tracer:
         self.phases.enter("optimizer")
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """As `AfterStep.after_step`."""
+        """As `Watcher.after_step`."""
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             self.phases.enter("device")  # else the wait would count as tracing
             torch.cuda.synchronize()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,14 +18,13 @@ from torch import Tensor
 from dpfuse.comm import collective
 from dpfuse.comm.completion import call_when_landed
 from dpfuse.comm.waiting import NO_LIMIT
+from dpfuse.engine import listening
 from dpfuse.engine.averaging import UNCHANGED, Wire
+from dpfuse.engine.feature import Engine
 from dpfuse.engine.plan import BucketPlan
 from dpfuse.errors import DPFuseError
 from dpfuse.tune.simulation import Schedule, schedule_of
 from dpfuse.tune.timeline import Timeline
-
-if TYPE_CHECKING:
-    from dpfuse.engine.autograd import BackwardListener
 
 __all__ = ["BackwardRecorder", "timeline_of"]
 
@@ -41,34 +40,31 @@ class _Backward:
     sent: list[Stamp] = field(default_factory=list)
     landed: dict[int, Stamp] = field(default_factory=dict)  # by place in `sent`
     waited: int = 0  # number of them that were waited for
-    complete: bool = False  # its last bucket was sent
     delivered: Stamp = None  # all gradients are averaged
 
 
-class BackwardRecorder:
-    """Stands between a wrapper's engine hooks and its reducer, and records their calls.
+class BackwardRecorder(listening.BackwardRecorder):
+    """Records when a backward begins and ends, when gradients are ready, and how buckets travel.
 
-    It is a `BackwardListener` that calls `listener`. It wraps ready hooks, and it observes buckets as
-    `CommunicationTimes` does. On CUDA it records events, and waits for them only when the times are read.
+    On CUDA it records events, and waits for them only when the times are read.
 
     Args:
-        listener: the next listener.
         count: number of parameters.
         on_cuda: whether gradients are on a GPU.
         skip: number of synchronised backwards to leave out. The first one sends all buckets at its end, for example.
         after: called after each recorded backward, on all ranks.
     """
 
+    _engine: Engine
+
     def __init__(
         self,
-        listener: BackwardListener,
         count: int,
         *,
         on_cuda: bool,
         skip: int = 0,
         after: Callable[[], None] = lambda: None,
     ) -> None:
-        self._listener = listener
         self._count = count
         self._on_cuda = on_cuda
         self._skip = skip
@@ -91,44 +87,38 @@ class BackwardRecorder:
         """Forget the last recorded backward."""
         self._backwards.pop()
 
-    def settle(self, *, announced: bool) -> None:
-        """Let the listener complete what an earlier backward has left."""
-        self._listener.settle(announced=announced)
+    def join(self, engine: Engine) -> None:
+        """As `Feature.join`."""
+        self._engine = engine
 
-    def open(self, *, announced: bool) -> None:
+    def backward_begins(self, *, sync: bool, announced: bool) -> None:
         """Record the begin of a backward."""
         self._backward = _Backward(self._now())
-        self._listener.open(announced=announced)
 
-    def close(self, reached_leaves: Callable[[], bool]) -> None:
-        """Record the end of the outermost backward, and then the end of delivery by the listener."""
-        backward = self._backward
-        assert backward is not None
-        backward.end = self._now()
-        try:
-            self._listener.close(reached_leaves)
-            backward.delivered = self._now()
-        finally:
-            self._backward = None
-        if backward.complete:
-            self._keep(backward)
+    def backward_ended(self) -> None:
+        """Record the end of the outermost backward."""
+        if self._backward is not None:
+            self._backward.end = self._now()
 
-    def shadowed(self) -> None:
-        """Record that this rank took part in a backward of other ranks, without a backward on this rank."""
-        self._keep(None)
-
-    def abandon(self, *, opened: bool) -> None:
-        """Drop the open backward, which an exception ended."""
+    def local_backward_ended(self, *, added: bool) -> None:
+        """Drop a backward that is not synchronised."""
         self._backward = None
-        self._listener.abandon(opened=opened)
 
-    def sent(self, tensors: Sequence[Tensor], work: dist.Work, *, is_last: bool) -> None:
+    def delivered(self) -> None:
+        """Record the end of delivery. A backward of other ranks, in which this one only took part, has no times."""
+        backward, self._backward = self._backward, None
+        if backward is None or self._engine.without_inputs:
+            self._keep(None)
+            return
+        backward.delivered = self._now()
+        self._keep(backward)
+
+    def bucket_sent(self, tensors: Sequence[Tensor], work: dist.Work, *, is_last: bool) -> None:
         """Record that a bucket was sent."""
         if (backward := self._backward) is None:
-            return  # the rest of an abandoned backward
+            return
         place = len(backward.sent)
         backward.sent.append(self._now())
-        backward.complete |= is_last
         if self._on_cuda:
             self._side = self._side or torch.cuda.Stream()
             with torch.cuda.stream(self._side):
@@ -137,10 +127,7 @@ class BackwardRecorder:
         else:
             call_when_landed(work, lambda: backward.landed.setdefault(place, perf_counter()))
 
-    def wait_begins(self, flat: Tensor) -> None:
-        """Do nothing: the wait is recorded at its end."""
-
-    def wait_ends(self) -> None:
+    def bucket_landed(self) -> None:
         """Record that the bucket has landed."""
         if (backward := self._backward) is not None:
             # Another thread records when the bucket lands, and may not have done so yet.

@@ -201,9 +201,8 @@ class _Tuner:
         self._plan: BucketPlan | None = None  # the plan that is recorded
         self._old: BucketPlan | None = None  # the old plan, while the new one is tried
         self._on_cuda = any(spec.device.startswith("cuda") for spec in sync.grads.plan.specs)
-        self._recorder = BackwardRecorder(
-            sync.grads.listening.listener, len(sync.grads.plan.specs), on_cuda=self._on_cuda, after=self._after_backward
-        )
+        count = len(sync.grads.plan.specs)
+        self._recorder = BackwardRecorder(count, on_cuda=self._on_cuda, after=self._after_backward)
         sync.grads.record(self._recorder)
 
     def _after_backward(self) -> None:

@@ -25,16 +25,15 @@ from torch.optim import Optimizer
 
 from dpfuse.comm import collective
 from dpfuse.engine.comm_buffer import CommBuffer, dense_stride
-from dpfuse.engine.feature import Feature
+from dpfuse.engine.feature import Engine, Feature
 from dpfuse.engine.local_part import LocalPart, leaf_of
+from dpfuse.engine.phase import IDLE, Phase
 from dpfuse.engine.plan import Bucket
 from dpfuse.engine.protocols import PackStep
-from dpfuse.engine.reducer import IDLE, Phase
 from dpfuse.engine.report import Compared, Report
-from dpfuse.engine.report_layout import Place, Question, ReportLayout
+from dpfuse.engine.report_layout import Place, Question
 from dpfuse.engine.streams import capturing
 from dpfuse.engine.user_line import warn_at_user
-from dpfuse.engine.window import Window
 from dpfuse.errors import DPFuseError, WeightsWarning
 from dpfuse.weights.examination import Differences, compare, measure
 from dpfuse.weights.finding import CODE, OF_BACKWARDS, OTHER_TENSORS, Finding, Words, tell_other_tensors
@@ -51,10 +50,19 @@ log = logging.getLogger("dpfuse.weights")
 
 
 class Averages(Protocol):
-    """What averages gradients. The attributes are those of `Reducer`."""
+    """What averages gradients. The properties are those of `Engine`."""
 
-    completed: int
-    phase: Phase
+    @property
+    def completed(self) -> int:
+        """The number of averages."""
+
+    @property
+    def phase(self) -> Phase:
+        """That of the backward that is open."""
+
+    @property
+    def without_inputs(self) -> bool:
+        """Whether this rank only takes part."""
 
 
 class WeightsCheck(Feature):
@@ -64,8 +72,6 @@ class WeightsCheck(Feature):
         tensors: returns the parameters to compare, by name.
         version: returns a number that changes where `tensors` may return others.
         group: the ranks.
-        averages: returns what averages the gradients, such as the reducer of the model.
-        window: knows whether this rank has inputs.
         raises: True raises where weights differ, False warns.
         words: for the messages.
         hold: how the hashing refers to the parameters; see `Hashing`.
@@ -76,6 +82,7 @@ class WeightsCheck(Feature):
         off: why weights are not compared any more; empty while they are.
     """
 
+    _averages: Averages
     _place: Place
 
     def __init__(
@@ -83,8 +90,6 @@ class WeightsCheck(Feature):
         tensors: Callable[[], Mapping[str, Tensor]],
         version: Callable[[], int],
         group: dist.ProcessGroup,
-        averages: Callable[[], Averages],
-        window: Window,
         *,
         raises: bool,
         words: Words = OF_BACKWARDS,
@@ -96,8 +101,6 @@ class WeightsCheck(Feature):
         self._tensors = tensors
         self._version = version
         self._group = group
-        self._averages = averages
-        self._window = window
         self._raises = raises
         self._words = words
         self._hold = hold
@@ -130,36 +133,37 @@ class WeightsCheck(Feature):
 
     # --- What the engine tells ---
 
-    def register(self, layout: ReportLayout) -> None:
-        """As `Feature.register`."""
-        self._place = layout.register("hash of the weights", BITS, compared=True)
-        layout.ask(self.question)
+    def join(self, engine: Engine) -> None:
+        """As `Feature.join`."""
+        self._averages = engine
+        self._place = engine.layout.register("hash of the weights", BITS, compared=True)
+        engine.layout.ask(self.question)
 
     def step(self, order: int, bucket: Bucket, buffer: CommBuffer, report: Report | None) -> PackStep | None:
         """As `Feature.step`: take the report that the next backwards send."""
         if report is not None:
-            self.compare_in(report.compared(self._place))
+            self._report = report.compared(self._place)
         return None
 
-    def compare_in(self, compared: Compared) -> None:
-        """Write hashes there, and learn from it whether they differ."""
-        self._report = compared
+    def compare_in(self, compared: Compared, averages: Averages) -> None:
+        """Write hashes there, and learn from it whether they differ: without an engine."""
+        self._report, self._averages = compared, averages
 
-    def opened(self, *, sync: bool, announced: bool) -> None:
-        """As `Feature.opened`: a rank without inputs makes no steps, so it says nothing of its weights."""
+    def backward_begins(self, *, sync: bool, announced: bool) -> None:
+        """As `Watcher.backward_begins`: a rank without inputs makes no steps, so it says nothing of its weights."""
         self._stepped_inside = False
-        if sync and self._window.without_inputs:
+        if sync and self._averages.without_inputs:
             self._say_nothing()
         if self._after_step is not None and self._before_backward is None:
             self._try(self._hash_before_backward)
 
     def delivered(self) -> None:
-        """As `Feature.delivered`: learn whether the hashes differed, and tell what an examination has found.
+        """As `Watcher.delivered`: learn whether the hashes differed, and tell what an examination has found.
 
         Raises:
             DPFuseError: weights differ, and that is to be an error; on every rank.
         """
-        report, completed = self._report, self._averages().completed
+        report, completed = self._report, self._averages.completed
         assert report is not None
         late, compared = report.late, self._slice
         if late:  # the comparison that is known now is that of the backward before
@@ -192,7 +196,7 @@ class WeightsCheck(Feature):
 
         Behind steps inside a backward they are hashed when it is averaged.
         """
-        averages, report, hashed_at = self._averages(), self._report, self._begun.pop(id(optimizer), -1)
+        averages, report, hashed_at = self._averages, self._report, self._begun.pop(id(optimizer), -1)
         if self.off or report is None:
             return
         completed = averages.completed
@@ -228,7 +232,7 @@ class WeightsCheck(Feature):
         self._before_backward = hashing.each()
 
     def _hash_behind_step(self, hashing: Hashing, pairs: Tensor) -> None:
-        completed = self._averages().completed
+        completed = self._averages.completed
         if self.question.due:
             self._after_step, self._before_backward = hashing.each(), None
         if completed != self._hashed_at:  # else the slice is hashed again, since a step has run inside of this one
@@ -296,7 +300,7 @@ class WeightsCheck(Feature):
         """Find what differs; to be called on every rank in the backward in which all do so."""
         self.question.due = False
         hashing, device = self.prepare(), collective.group_device(self._group)
-        takes_part = not (self.off or self._window.without_inputs)
+        takes_part = not (self.off or self._averages.without_inputs)
         moments = self._after_step, self._before_backward
         found = compare(hashing, moments, self._turn, self._group, device, takes_part=takes_part)
         self._turn, self._hashed_at, self._empty = found.turn, -1, 0
@@ -369,7 +373,7 @@ class WeightsCheck(Feature):
         """Note that all ranks have the same weights again; to be called on every rank."""
         self.known = {}
         # Ranks count slices by their own steps, of which one without inputs makes none. Averages are common to all.
-        self._turn, self._hashed_at, self._empty = self._averages().completed, -1, 0
+        self._turn, self._hashed_at, self._empty = self._averages.completed, -1, 0
         self.question.due = False
         self._after_step = self._before_backward = self._found = None
         self._ignored = 1 if self._report is None or not self._report.late else 2

@@ -31,8 +31,8 @@ RULES = [
     (WatchedGradient, "mean_ends"),
     (ChangedGradients, "before_step"),
     (LocalSteps, "after_step"),
-    (CommunicationTimes, "sent"),
-    (CommunicationTimes, "wait_ends"),
+    (CommunicationTimes, "bucket_sent"),
+    (CommunicationTimes, "bucket_landed"),
 ]
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
 from dpfuse.engine.bucket import Surroundings
+from dpfuse.engine.events import Events
 from dpfuse.engine.report import Report
 from dpfuse.engine.report_layout import Field, ReportLayout
 from dpfuse.engine.window import Window
@@ -25,11 +25,9 @@ class RankOf:
         self.size = lambda: size
 
 
-def surroundings(
-    observers: list[Any] | None = None, leave: Callable[[BaseException], None] | None = None
-) -> Surroundings:
+def surroundings(events: Events | None = None, leave: Callable[[BaseException], None] | None = None) -> Surroundings:
     """What buckets share in a group without a heartbeat."""
-    return Surroundings(None, [] if observers is None else observers, leave or (lambda error: None))
+    return Surroundings(None, events or Events(), leave or (lambda error: None))
 
 
 def make_report(

@@ -16,6 +16,7 @@ from dpfuse.engine.assembly import Assembly
 from dpfuse.engine.averaging import Averaging, Wire
 from dpfuse.engine.bucket import FLIGHT, FREE, LANDED, BucketState
 from dpfuse.engine.delivery import Private, RenewedViews
+from dpfuse.engine.events import Events, Watcher
 from dpfuse.engine.exchanges.all_reduce import AllReduce
 from dpfuse.engine.exchanges.hooked import HookedBuffer, HookedRows
 from dpfuse.engine.exchanges.in_place import InPlace
@@ -521,37 +522,37 @@ def test_a_step_that_fails_sends_zeros_and_tells_the_peers(group, fails):
     assert params[0].grad.tolist() == [1.0] * 3
 
 
-class NotedObserver:
-    """Notes what observers are told."""
+class NotedWatcher(Watcher):
+    """Notes what watchers are told."""
 
     def __init__(self):
         self.log = []
 
-    def sent(self, tensors, work, *, is_last):
+    def bucket_sent(self, tensors, work, *, is_last):
         self.log.append(("sent", len(tensors), is_last))
 
-    def wait_begins(self, flat):
+    def bucket_waited_for(self, flat):
         self.log.append(("wait begins", flat.numel()))
 
-    def wait_ends(self):
+    def bucket_landed(self):
         self.log.append(("wait ends",))
 
 
 @pytest.mark.parametrize("empty", [True, False])
-def test_observers_are_told_how_a_bucket_travels(group, empty):
-    observer = NotedObserver()
+def test_watchers_are_told_how_a_bucket_travels(group, empty):
+    watcher = NotedWatcher()
     params = two_params()
     plan = plan_buckets([ParamSpec(f"p{i}", tuple(param.shape), "float32") for i, param in enumerate(params)], 0, 0)
-    observers = []
-    first, last = Assembly(group, surroundings(observers), make_report=make_report).make(plan, params)
-    observers.append(observer)  # at any time
+    events = Events()
+    first, last = Assembly(group, surroundings(events), make_report=make_report).make(plan, params)
+    events.add(watcher)  # at any time
     for bucket in (first, last):
         MOVES["send_empty" if empty else "send"](bucket)
     for bucket in (first, last):
         bucket.wait()
     sizes = [bucket.parts.buffer.flat.numel() for bucket in (first, last)]
     waits = [entry for size in sizes for entry in (("wait begins", size), ("wait ends",))]
-    assert observer.log == [("sent", 1, False), ("sent", 1, True), *waits]
+    assert watcher.log == [("sent", 1, False), ("sent", 1, True), *waits]
 
 
 def test_other_factors_hold_from_the_next_send_on_and_never_change_what_travels(group):

@@ -15,12 +15,13 @@ from torch import nn
 from dpfuse.comm.waiting import Track
 from dpfuse.engine.bucket import FLIGHT, FREE, LANDED
 from dpfuse.engine.bucket_set import BucketSet
-from dpfuse.engine.feature import Feature
+from dpfuse.engine.events import Events, Watcher
 from dpfuse.engine.feeds.accumulating import Accumulating
 from dpfuse.engine.param_spec import ParamSpec
+from dpfuse.engine.phase import Phase
 from dpfuse.engine.plan import plan_buckets
 from dpfuse.engine.protocols import Feed
-from dpfuse.engine.reducer import Calls, Phase, Reducer, Wiring
+from dpfuse.engine.reducer import Reducer, Wiring
 from dpfuse.engine.report import ALL_WELL, Reading
 from dpfuse.engine.report_layout import Field, Question, ReportLayout
 from dpfuse.engine.send_order import SendOrder
@@ -146,7 +147,7 @@ class Bench:
         seen: order and marks of each first synchronised backward.
     """
 
-    def __init__(self, count=6, *, feed=None, strict=False, warn_unused=False, features=()):
+    def __init__(self, count=6, *, feed=None, strict=False, warn_unused=False, watchers=()):
         self.log, self.hooks, self.seen, self.guarded, self.installed = [], {}, [], [], []
         self.window = Window()
         self.refuse_rebuild = self.left = None
@@ -160,23 +161,21 @@ class Bench:
             window=self.window,
             layout=self.layout,
             track=Track(),
-            features=list(features),
+            events=Events(watchers),
             strict=strict,
             warn_unused=warn_unused,
             asks_graph=False,
             order=SendOrder(Group(), 0),
-            calls=Calls(
-                open_backward=lambda: self.reducer.open(announced=False),
-                open_at_end=self.open_at_end,
-                rebuild=self.rebuild,
-                decline=lambda: self.log.append(("decline",)),
-                check_group=self.check_group,
-                install=self.install,
-                guard=self.guarded.append,
-                answer=lambda question: self.log.append(("answer", question)),
-            ),
             rank=RANK,
             size=SIZE,
+            open_backward=lambda: self.reducer.open(announced=False),
+            open_at_end=self.open_at_end,
+            rebuild=self.rebuild,
+            decline=lambda: self.log.append(("decline",)),
+            check_group=self.check_group,
+            install=self.install,
+            guard=self.guarded.append,
+            answer=lambda question: self.log.append(("answer", question)),
         )
         self.reducer = Reducer(in_use, wiring)
 
@@ -789,7 +788,7 @@ def test_a_backward_that_dies_after_the_gradients_were_averaged_declines_the_vot
     def interrupted(order, marks, hidden):
         raise KeyboardInterrupt
 
-    object.__setattr__(bench.reducer._wiring.calls, "rebuild", interrupted)
+    object.__setattr__(bench.reducer._wiring, "rebuild", interrupted)
     with pytest.raises(KeyboardInterrupt):
         bench.backward()
     assert bench.reducer.phase is Phase.ABANDONED
@@ -810,11 +809,11 @@ def test_an_error_of_the_rebuild_is_raised_once_the_reducer_is_ready_again():
     assert bench.reducer.rebuilt
 
 
-def test_a_feature_that_refuses_a_backward_is_asked_before_anything_is_sent_and_the_backward_is_drained():
-    class Refuses(Feature):
+def test_a_watcher_that_refuses_a_backward_is_asked_before_anything_is_sent_and_the_backward_is_drained():
+    class Refuses(Watcher):
         delivered_count, refuses = 0, False
 
-        def opened(self, *, sync, announced):
+        def backward_begins(self, *, sync, announced):
             self.asked = (sync, announced)
             if self.refuses:
                 raise DPFuseError("refused")
@@ -822,19 +821,19 @@ def test_a_feature_that_refuses_a_backward_is_asked_before_anything_is_sent_and_
         def delivered(self):
             self.delivered_count += 1
 
-    feature = Refuses()
-    bench = Bench(features=[feature]).settled()
-    assert (feature.asked, feature.delivered_count) == ((True, True), 1)
-    feature.refuses = True
+    watcher = Refuses()
+    bench = Bench(watchers=[watcher]).settled()
+    assert (watcher.asked, watcher.delivered_count) == ((True, True), 1)
+    watcher.refuses = True
     bench.reducer.record_forward(True)
     with pytest.raises(DPFuseError, match="refused"):
         bench.reducer.open(announced=True)
     assert bench.log == []
     drained_by_all(bench)
-    feature.refuses = False
+    watcher.refuses = False
     bench.reducer.record_forward(False)
     bench.backward()
-    assert (feature.asked, feature.delivered_count) == ((False, True), 1)
+    assert (watcher.asked, watcher.delivered_count) == ((False, True), 1)
 
 
 # --- The report: read when, and by which ranks ---

@@ -1,8 +1,9 @@
-"""Records of real backwards, on the CPU: what passes is handed on, and the times are those of a clock."""
+"""Records of real backwards, on the CPU: the times are those of a clock."""
 
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -50,7 +51,7 @@ class Listener:
     def send(self, is_last):
         flat = torch.zeros(4)
         work = self.group.allreduce([flat])
-        self.recorder.sent([flat], work, is_last=is_last)
+        self.recorder.bucket_sent([flat], work, is_last=is_last)
         work.wait()
 
     def settle(self, *, announced):
@@ -58,11 +59,16 @@ class Listener:
 
     def open(self, *, announced):
         self.calls.append(("open", announced))
+        self.recorder.backward_begins(sync=self.synchronises, announced=announced)
 
     def close(self, reached_leaves):
         self.calls.append(("close", reached_leaves()))
+        self.recorder.backward_ended()
         if self.synchronises:
             self.send(True)
+            self.recorder.delivered()
+        else:
+            self.recorder.local_backward_ended(added=True)
 
     def abandon(self, *, opened):
         self.calls.append("abandon")
@@ -79,8 +85,9 @@ class Listener:
 def recorded(group, synchronises=True, **options):
     model, watch = Layers(), BackwardWatch()
     listener = Listener(group, synchronises)
-    recorder = listener.recorder = BackwardRecorder(listener, 3, on_cuda=False, **options)
-    watch.listener = recorder
+    recorder = listener.recorder = BackwardRecorder(3, on_cuda=False, **options)
+    recorder.join(SimpleNamespace(without_inputs=False))
+    watch.listener = listener
     params = [model.first, model.second, model.unused]
     hooks = ReadyHooks(False, recorder.stamped)
     hooks.put_on(params)
@@ -94,7 +101,7 @@ def step(model, watch):
     outputs.sum().backward()
 
 
-def test_everything_is_handed_on_and_timed(group):
+def test_everything_is_timed(group):
     model, watch, listener, recorder = recorded(group)
     for _ in range(3):
         step(model, watch)
@@ -129,17 +136,14 @@ def test_a_wait_that_is_over_tells_that_a_bucket_has_landed(group):
     _, _, listener, recorder = recorded(group)
     works = [SilentWork(), SilentWork()]
 
-    def close(reached_leaves):
-        for work in works:
-            recorder.sent([torch.zeros(1)], work, is_last=work is works[-1])
-        for _ in works:
-            recorder.wait_begins(torch.zeros(1))
-            time.sleep(PAUSE)
-            recorder.wait_ends()
-
-    listener.close = close
-    recorder.open(announced=True)
-    recorder.close(lambda: True)
+    listener.open(announced=True)
+    recorder.backward_ended()
+    for work in works:
+        recorder.bucket_sent([torch.zeros(1)], work, is_last=work is works[-1])
+    for _ in works:
+        time.sleep(PAUSE)
+        recorder.bucket_landed()
+    recorder.delivered()
     for work in works:
         work.callback(work)
     specs = [dpfuse.ParamSpec(name, (1,), "float32") for name in ("first", "second", "third")]

@@ -196,7 +196,7 @@ class _Observer:
             threading.Thread(target=self._end_with_the_others, daemon=True).start()
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """As `AfterStep.after_step`: count where no model is wrapped, and so no tracer counts."""
+        """As `Watcher.after_step`: count where no model is wrapped, and so no tracer counts."""
         if self._tracer is not None:
             return
         self._trains()

@@ -13,7 +13,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 import dpfuse
 from dpfuse.engine.feeds.accumulating import Accumulating
-from dpfuse.engine.reducer import Phase
+from dpfuse.engine.phase import Phase
 from tests.distributed.accumulation.test_in_buckets import (
     DDP,
     assert_equal,

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import dpfuse
 from dpfuse.comm import collective
+from dpfuse.engine.events import Watcher
 
 LAYERS = 6
 MOST = 0.002  # seconds that a hook may sleep
@@ -50,22 +51,19 @@ class Delayed(nn.Module):
         self.last_layer_reached = time.perf_counter()
 
 
-class Stamps:
+class Stamps(Watcher):
     """When each bucket of a backward was sent, and when it had landed, as far as its work tells."""
 
     def __init__(self) -> None:
         self.sent_at: list[float] = []
         self.landed_at: list[float] = []
 
-    def sent(self, tensors: Sequence[Tensor], work: dist.Work, *, is_last: bool) -> None:
+    def bucket_sent(self, tensors: Sequence[Tensor], work: dist.Work, *, is_last: bool) -> None:
         self.sent_at.append(time.perf_counter())
         self.expect(work)
 
     def expect(self, work: dist.Work) -> None:
         work.get_future().add_done_callback(lambda _: self.landed_at.append(time.perf_counter()))
-
-    def wait_begins(self, flat: Tensor) -> None: ...
-    def wait_ends(self) -> None: ...
 
 
 @contextmanager
