@@ -1,8 +1,8 @@
 """The engine: averages the gradients of some parameters while backward runs. It imports kernels, `comm` and errors.
 
 Read `plan` (sizes in, buckets out), `autograd` (ready hooks, the end of a backward), `reducer` with `ready` (when a
-bucket is sent), `bucket` with `protocols`, `buffer`, `delivery`, `feeds` and `exchanges` (what it is made of).
-`assembly` makes the buckets, `bucket_set` holds those in use, `listening` tells recorders too,
-and `sync` wires everything. `report` is what the ranks tell each other, and `unused` what follows for parameters
-without a gradient.
+bucket is sent), `bucket` with `protocols`, `comm_buffer`, `delivery`, `feeds` and `exchanges` (what it is made of).
+`assembly` makes the buckets, `bucket_set` holds those in use, and `sync` wires everything. `events` says who is told of
+a training. `report` is what the ranks tell each other, and `report_layout` where that lies. `unused` is what follows for
+parameters without a gradient.
 """
