@@ -441,7 +441,7 @@ class _Part(Tensor):
 
     @staticmethod
     def __new__(cls) -> _Part:
-        return torch.empty(0).as_subclass(cls)
+        return torch.empty(0, device="cpu").as_subclass(cls)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
