@@ -7,7 +7,6 @@ from itertools import pairwise
 
 import pytest
 
-from tests.random_programs import program
 from tests.random_programs.program import Program, run
 from tests.random_programs.several_models import SeveralModels
 
@@ -56,6 +55,6 @@ def test_a_wrong_gradient_and_a_wrong_accusation_are_seen(rank, size, monkeypatc
         one._on_both(lambda module, optimizer: optimizer.step())
 
     monkeypatch.setattr(Program, "step", step_on_rests)
-    monkeypatch.setattr(program, "WEIGHTS", {"train": 1.0, "train_locally": 1.0, "step": 1.0})
+    monkeypatch.setattr(Program, "weights", {"train": 1.0, "train_locally": 1.0, "step": 1.0})
     with pytest.raises(AssertionError, match="DPF-L01"):
         run(range(30), partial(Program, rank, size, sharded=False))
