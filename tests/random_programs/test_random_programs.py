@@ -6,7 +6,9 @@ from functools import partial
 from itertools import pairwise
 
 import pytest
+from torch.distributed.device_mesh import init_device_mesh
 
+from tests.random_programs.mesh_programs import MeshProgram
 from tests.random_programs.program import Program, run
 from tests.random_programs.several_models import SeveralModels
 
@@ -37,6 +39,13 @@ def test_two_ranks(rank, size, seeds, kind):
 @pytest.mark.ranks(size=3, timeout=1800)
 def test_three_ranks(rank, size, seeds, kind):
     run(seeds, partial(KINDS[kind], rank, size))
+
+
+@cases(3, 37, 960)
+@pytest.mark.ranks(size=4, timeout=1800)
+def test_four_ranks_in_a_mesh(rank, size, seeds):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    run(seeds, partial(MeshProgram, mesh))
 
 
 def test_a_wrong_gradient_and_a_wrong_accusation_are_seen(rank, size, monkeypatch):
