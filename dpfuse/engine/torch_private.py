@@ -347,7 +347,7 @@ def dtensor_of(local: Tensor, like: Any) -> Any:
     spec = like._spec
     if local.dtype != like.dtype:
         spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
-    # A DTensor takes the offset of what it is made of for its own address, and torch cannot copy one that has an address.
+    # A DTensor has the offset of its local tensor as its own address, and torch can copy none with an address.
     made = type(like)(local.as_strided(local.shape, local.stride(), 0), spec, requires_grad=False)
     made._local_tensor = local
     return made
