@@ -66,6 +66,9 @@ class MeshProgram(Program):
 
     # A penalty needs second derivatives, which the tensor-parallel layers of torch do not have.
     weights: ClassVar = {name: weight for name, weight in WEIGHTS.items() if name != "train_with_a_penalty"}
+    # The sums over the parts of a product have another order. A norm over two rows, and the first step of an optimizer
+    # that divides by gradients, enlarge the difference.
+    tolerance = 1e-5
     possible: ClassVar = [
         {"check_finite": "warn"} if "check_finite" in option else option
         for option in OPTIONS
