@@ -162,10 +162,7 @@ LOSSES: list[Callable[[dict[str, Tensor]], Tensor]] = [
 ]
 
 
-def _largest(tensors: Sequence[Tensor]) -> float:
-    """Return the largest number, or 1."""
-    return max([1.0, *(tensor.detach().abs().max().item() for tensor in tensors)])
-
+LARGE = 1e6  # a gradient with which a program ends
 
 # What programs do, and how often.
 WEIGHTS = {
@@ -227,7 +224,7 @@ class Program:
         self._make_optimizers()
 
     def run(self, length: int) -> None:
-        """Do so many things, and compare after each; raises AssertionError on every rank."""
+        """Do so many things, unless training runs away, and compare after each; raises AssertionError on every rank."""
         names, weights = list(self.weights), list(self.weights.values())
         for number in range(length):
             name = self._shared.choices(names, weights)[0]
@@ -238,6 +235,8 @@ class Program:
             except BaseException:
                 error = traceback.format_exc(limit=-3)
             self._agree_on(error)
+            if self._has_run_away():
+                return
             self._agree_on(self._difference(waiting=self._any_accumulated()))
 
     def _agree_on(self, error: str) -> None:
@@ -349,24 +348,27 @@ class Program:
                     dist.broadcast(buffer, 0)
             self._buffers_agree = True
 
-    def _close(self, ours: Tensor, plain: Tensor, size: float = 1) -> bool:
-        """Compare two tensors; `size` is that of the numbers that have rounded."""
-        return torch.allclose(ours, plain, rtol=self.tolerance, atol=size * self.tolerance)
+    def _close(self, ours: Tensor, plain: Tensor, times: float = 1) -> bool:
+        return torch.allclose(ours, plain, rtol=times * self.tolerance, atol=times * self.tolerance)
+
+    def _has_run_away(self) -> bool:
+        """Whether some gradient is so large that its rounding errors are, too."""
+        grads = [plain.grad for *_, plain in self._triples() if plain.grad is not None]
+        found = torch.tensor(max([0.0, *(grad.abs().max().item() for grad in grads)]))
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return not found < LARGE
 
     def _difference(self, *, waiting: bool) -> str:
         """Compare the two modules, and return how they differ; `waiting` tells that some gradients are not averaged."""
-        params = list(self.plain.parameters())
-        size_of_weights = 10 * _largest(params)
-        size_of_gradients = _largest([param.grad for param in params if param.grad is not None])
         for name, ours, plain in self._triples():
             here, there = self._pair(ours, plain)
-            if not self._close(here, there, size_of_weights):
+            if not self._close(here, there, 10):
                 return f"weight {name} differs by {(here - there).abs().max()}"
             if self.sharded or (waiting and "accumulate_in_buckets" in self.options):
                 continue
             grads = (torch.zeros_like(each) if each.grad is None else each.grad for each in (ours, plain))
             here, there = self._pair(*grads)
-            if not self._close(here, there, size_of_gradients):
+            if not self._close(here, there):
                 return f"gradient of {name} differs by {(here - there).abs().max()}"
         agree, self._buffers_agree = self._buffers_agree, False
         if self.rank == 0 or agree or not self._sends_buffers:
@@ -463,7 +465,7 @@ class Program:
     def ask_for_an_input_gradient(self) -> None:
         x, use = self._batch().requires_grad_(), self._branches(same=True)
         found = [torch.autograd.grad(call(x, use)["out"].sum(), x)[0] for call in (self.call, self.plain)]
-        assert self._close(*found, _largest(found)), f"the gradients of the input are {found}"
+        assert self._close(*found), f"the gradients of the input are {found}"
         self._owes = True
 
     def freeze_or_unfreeze(self) -> str:
