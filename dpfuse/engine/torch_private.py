@@ -347,7 +347,10 @@ def dtensor_of(local: Tensor, like: Any) -> Any:
     spec = like._spec
     if local.dtype != like.dtype:
         spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
-    return type(like)(local, spec, requires_grad=False)
+    # A DTensor has the offset of its local tensor as its own address, and torch can copy none with an address.
+    made = type(like)(local.as_strided(local.shape, local.stride(), 0), spec, requires_grad=False)
+    made._local_tensor = local
+    return made
 
 
 def on_device(

@@ -46,6 +46,7 @@ class Sharding(Dividing):
 
     def __init__(self, sync: ModuleSync, finish: Callable[[], None], field: Field) -> None:
         self.used: list[ShardedDelivery] = []
+        self._before = self.used  # what `used` was before the backward that is running
         self._field = field
         self._grads, self._group = sync.grads, sync.grads.group
         self._finish = finish
@@ -85,8 +86,17 @@ class Sharding(Dividing):
         return ShardedDelivery(buffer, _regions_of(buffer), self._group)
 
     def backward_begins(self, *, sync: bool, announced: bool) -> None:
-        if sync:
-            self.used = self.deliveries()
+        self._before = self.used
+        if sync and (now := self.deliveries()) != self.used:
+            if all(param.grad is None for param in self._grads.params):
+                self._before = now  # else the memory of the buckets before would live until this backward ends
+            self.used = now
+
+    def local_backward_ended(self, *, added: bool) -> None:
+        self.used = self._before  # `torch.autograd.grad` opens a backward, and leaves all gradients as they are
+
+    def delivered(self) -> None:
+        self._before = self.used
 
     def alarmed(self, alarm: Callable[[], Tensor], deliveries: Sequence[Delivery]) -> None:
         poison = torch.where(alarm(), math.nan, 0.0)
@@ -165,6 +175,7 @@ class ShardingInBackward(Sharding):
             self._in_backward.opens()
 
     def delivered(self) -> None:
+        super().delivered()
         self._in_backward.ended()
 
     def alarmed(self, alarm: Callable[[], Tensor], deliveries: Sequence[Delivery]) -> None:

@@ -11,9 +11,10 @@ import copy
 import random
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 import dpfuse
 from tests.random_programs.by_hand import average, changed, gradients_of
 
-__all__ = ["Program", "run"]
+__all__ = ["OPTIONS", "WEIGHTS", "Net", "Program", "run"]
 
 OPTIONS: list[dict[str, Any]] = [
     {"small": True},  # stands for the options of sizes, which the two classes call differently
@@ -136,12 +137,59 @@ IN_PLACE: dict[str, Callable[[Tensor, int], object]] = {
 }
 
 
+def _drop_entries(optimizer: torch.optim.Optimizer, params: Sequence[nn.Parameter]) -> None:
+    for param in params:
+        if param in optimizer.state:
+            del optimizer.state[param]
+
+
+# What resets the states of some parameters of an optimizer, or of all of them.
+RESETS: dict[str, Callable[[Any, Sequence[nn.Parameter]], object]] = {
+    "pop": lambda optimizer, params: [optimizer.state.pop(param, None) for param in params],
+    "del": _drop_entries,
+    "empty entries": lambda optimizer, params: [optimizer.state.__setitem__(param, {}) for param in params],
+    "update": lambda optimizer, params: optimizer.state.update({param: {} for param in params}),
+    "clear": lambda optimizer, params: optimizer.state.clear(),
+    "assign": lambda optimizer, params: setattr(optimizer, "state", defaultdict(dict)),
+}
+
+
 LOSSES: list[Callable[[dict[str, Tensor]], Tensor]] = [
     lambda outputs: outputs["out"].square().mean(),
     lambda outputs: outputs["out"].sum() + outputs["hidden"].square().sum(),
     lambda outputs: outputs["hidden"].sum(),  # without the heads
     lambda outputs: outputs["out"][0, 0] * 2,
 ]
+
+
+LARGE = 1e6  # a gradient with which a program ends
+
+# What programs do, and how often.
+WEIGHTS = {
+    "train": 6.0,
+    "step": 5.0,
+    "train_in_a_window": 3.0,
+    "zero": 3.0,
+    "freeze_or_unfreeze": 2.0,
+    "edit_a_gradient": 1.0,
+    "change_a_buffer_in_place": 1.0,
+    "move_parameters": 1.0,
+    "clip": 1.0,
+    "train_locally": 1.0,
+    "train_with_a_penalty": 1.0,
+    "train_with_weights_in_the_loss": 1.0,
+    "evaluate": 1.0,
+    "evaluate_on_one_rank": 1.0,
+    "run_a_forward_alone": 1.0,
+    "ask_for_an_input_gradient": 1.0,
+    "load": 1.0,
+    "load_the_optimizer": 0.5,
+    "reset_states": 0.7,
+    "go_on_with_a_copy": 1.0,
+    "fail_in_a_forward": 1.0,
+    "fail_in_a_backward": 0.7,
+    "grow": 0.7,
+}
 
 
 class Program:
@@ -156,14 +204,17 @@ class Program:
         log: what it is and what it has done, in words.
     """
 
+    weights: ClassVar[Mapping[str, float]] = WEIGHTS
+    possible: ClassVar[Sequence[dict[str, Any]]] = OPTIONS
+    tolerance: ClassVar[float] = 1e-8  # of gradients and buffers
+
     def __init__(self, rank: int, size: int, seed: int, *, sharded: bool) -> None:
         self.rank, self.size, self.sharded = rank, size, sharded
         self.log: list[str] = []
         self._shared, self._own = random.Random(seed), random.Random(1000 * seed + rank)
         self._batches = torch.Generator().manual_seed(77 * seed + rank)
         torch.manual_seed(seed)
-        self.net = Net(self._shared)
-        self.plain = copy.deepcopy(self.net)
+        self.net, self.plain = self._nets()
         self._wrap()
         self._accumulated: set[str] = set()  # names of parameters with gradients that were not averaged
         self._owes = False  # whether a forward that synchronises has had no backward
@@ -173,8 +224,8 @@ class Program:
         self._make_optimizers()
 
     def run(self, length: int) -> None:
-        """Do so many things, and compare after each; raises AssertionError on every rank."""
-        names, weights = list(WEIGHTS), list(WEIGHTS.values())
+        """Do so many things, unless training runs away, and compare after each; raises AssertionError on every rank."""
+        names, weights = list(self.weights), list(self.weights.values())
         for number in range(length):
             name = self._shared.choices(names, weights)[0]
             self.log.append(f"{number}: {name}")
@@ -184,19 +235,41 @@ class Program:
             except BaseException:
                 error = traceback.format_exc(limit=-3)
             self._agree_on(error)
+            if self._has_run_away():
+                return
             self._agree_on(self._difference(waiting=self._any_accumulated()))
 
     def _agree_on(self, error: str) -> None:
-        errors: list[str] = [""] * self.size
+        errors: list[str] = [""] * dist.get_world_size()
         dist.all_gather_object(errors, error)
         assert not any(errors), "\n".join(dict.fromkeys(errors))
 
-    # --- What it is made of ---
+    # --- What it is made of; in a mesh, other parts ---
+
+    def _nets(self) -> tuple[Net, Net]:
+        """Return two equal modules."""
+        net = Net(self._shared)
+        return net, copy.deepcopy(net)
+
+    def _divide(self, branch: nn.Module) -> None:
+        """Divide a branch of the module that is wrapped."""
+
+    def _ranks(self, face: str) -> dict[str, Any]:
+        """Return the arguments that tell a wrapper its ranks."""
+        return {}
+
+    def _pair(self, ours: Tensor, plain: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what this rank has of a tensor of the wrapped module, and the same part of a plain one."""
+        return ours, plain
+
+    def _move(self, param: nn.Parameter, *, turns: bool) -> None:
+        """Give a parameter new memory, perhaps in another order."""
+        param.data = param.data.t().clone().t() if turns and param.dim() == 2 else param.data.clone()
 
     def _wrap(self) -> None:
         shared = self._shared
         face = shared.choice(["DataParallel", "DataParallel", "DistributedDataParallel", "replicate"])
-        possible = OPTIONS[:-WITH_WHOLE_GRADIENTS] if self.sharded else OPTIONS
+        possible = self.possible[:-WITH_WHOLE_GRADIENTS] if self.sharded else self.possible
         chosen: dict[str, Any] = {}
         for _ in range(shared.randint(0, 3)):
             chosen |= shared.choice(possible)
@@ -206,7 +279,7 @@ class Program:
             self.options["broadcast_buffers"] = self._sends_buffers
             if "small" in chosen:
                 self.options |= {"comm_buffer_size": 3e-4, "last_comm_buffer_size": 1e-4}
-            self.call = self.model = dpfuse.DataParallel(self.net, **self.options)
+            self.call = self.model = dpfuse.DataParallel(self.net, **self._ranks(face), **self.options)
         else:
             self.options |= {
                 "forward_sync_buffers": self._sends_buffers,
@@ -215,10 +288,10 @@ class Program:
             if "small" in chosen:
                 self.options["bucket_cap_mb"] = 3e-4
             if face == "replicate":
-                self.call = dpfuse.replicate(self.net, **self.options)
+                self.call = dpfuse.replicate(self.net, **self._ranks(face), **self.options)
                 self.model = self.call.replicated_by
             else:
-                self.call = self.model = dpfuse.DistributedDataParallel(self.net, **self.options)
+                self.call = self.model = dpfuse.DistributedDataParallel(self.net, **self._ranks(face), **self.options)
         self.log.append(f"{face} {self.options}\n{self.net}")
 
     def _make_optimizers(self) -> None:
@@ -268,27 +341,39 @@ class Program:
         self._owes = self._broken = False
         self._used_up = self.sharded
         if self._sends_buffers:
-            lengths: list[int] = [0] * self.size
+            lengths: list[int] = [0] * dist.get_world_size()
             dist.all_gather_object(lengths, self.plain.observer.seen.numel())
             for name, buffer in self.plain.named_buffers():
                 if name != "observer.seen" or len(set(lengths)) == 1:
                     dist.broadcast(buffer, 0)
             self._buffers_agree = True
 
+    def _close(self, ours: Tensor, plain: Tensor, times: float = 1) -> bool:
+        return torch.allclose(ours, plain, rtol=times * self.tolerance, atol=times * self.tolerance)
+
+    def _has_run_away(self) -> bool:
+        """Whether some gradient is so large that its rounding errors are, too."""
+        grads = [plain.grad for *_, plain in self._triples() if plain.grad is not None]
+        found = torch.tensor(max([0.0, *(grad.abs().max().item() for grad in grads)]))
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return not found < LARGE
+
     def _difference(self, *, waiting: bool) -> str:
         """Compare the two modules, and return how they differ; `waiting` tells that some gradients are not averaged."""
         for name, ours, plain in self._triples():
-            if not torch.allclose(ours, plain, rtol=1e-7, atol=1e-7):
-                return f"weight {name} differs by {(ours - plain).abs().max()}"
+            here, there = self._pair(ours, plain)
+            if not self._close(here, there, 10):
+                return f"weight {name} differs by {(here - there).abs().max()}"
             if self.sharded or (waiting and "accumulate_in_buckets" in self.options):
                 continue
-            one, other = (torch.zeros_like(each) if each.grad is None else each.grad for each in (ours, plain))
-            if not torch.allclose(one, other, rtol=1e-8, atol=1e-8):
-                return f"gradient of {name} differs by {(one - other).abs().max()}"
+            grads = (torch.zeros_like(each) if each.grad is None else each.grad for each in (ours, plain))
+            here, there = self._pair(*grads)
+            if not self._close(here, there):
+                return f"gradient of {name} differs by {(here - there).abs().max()}"
         agree, self._buffers_agree = self._buffers_agree, False
         if self.rank == 0 or agree or not self._sends_buffers:
             for (name, here), there in zip(self.net.named_buffers(), self.plain.buffers(), strict=True):
-                if not torch.allclose(here, there, rtol=1e-8, atol=1e-8):
+                if not self._close(here, there):
                     return f"buffer {name} differs: {here} and {there}"
         return ""
 
@@ -380,7 +465,7 @@ class Program:
     def ask_for_an_input_gradient(self) -> None:
         x, use = self._batch().requires_grad_(), self._branches(same=True)
         found = [torch.autograd.grad(call(x, use)["out"].sum(), x)[0] for call in (self.call, self.plain)]
-        torch.testing.assert_close(*found)
+        assert self._close(*found), f"the gradients of the input are {found}"
         self._owes = True
 
     def freeze_or_unfreeze(self) -> str:
@@ -413,11 +498,25 @@ class Program:
                 param.grad.data = param.grad.data.clone()
         return f"{how} {name}"
 
+    def reset_states(self) -> str:
+        ours, plain = self._optimizers
+        triples = [triple for triple in self._triples() if self._shared.random() < 0.4]
+        how = self._shared.choice(list(RESETS))
+        if isinstance(plain, torch.optim.Adagrad):
+            return "not now"  # it makes its states when it is made, and steps with nothing else
+        for name, here, there in self._triples():
+            stated = here in ours.state if self.sharded else bool(ours.state.get(here))
+            assert stated == bool(plain.state.get(there)), f"only one optimizer has a state of {name}"
+        RESETS[how](ours, [each for _, each, _ in triples])
+        RESETS[how](plain, [each for *_, each in triples])
+        return f"{how} of {[name for name, *_ in triples]}"
+
     def change_a_buffer_in_place(self) -> str:
-        """In the step in which ranks differ first, one that still has rank 0's length before would get its values."""
+        """No other rank gets a length that rank 0 had: in the first step with other lengths, it would get values."""
         shared = self._shared
         how, where = shared.choice(list(IN_PLACE)), shared.choice(["everywhere", "not on rank 0", "apart"])
-        length = 10 + 3 * self.rank if where == "apart" else shared.randint(0, 6)
+        lengths = {"everywhere": shared.randint(0, 6), "not on rank 0": 20 + shared.randint(0, 6)}
+        length = lengths.get(where, 10 + 3 * self.rank)
         if where == "not on rank 0" and self.rank == 0:
             return f"{how} on the others"
         for module in (self.net, self.plain):
@@ -435,22 +534,25 @@ class Program:
         if turns or self.rank == shared.randrange(self.size):
             for name in chosen:
                 for module in (self.net, self.plain):
-                    param = module.get_parameter(name)
-                    param.data = param.data.t().clone().t() if turns and param.dim() == 2 else param.data.clone()
+                    self._move(module.get_parameter(name), turns=turns)
         return f"{'turns' if turns else 'moves'} {chosen}"
 
     def clip(self) -> str:
         if self._broken or self._any_accumulated() or (self.sharded and not self._used_up):
             return "not now"
         theirs = nn.utils.clip_grad_norm_(self.plain.parameters(), 0.1)
-        torch.testing.assert_close(self.model.clip_grad_norm_(0.1), theirs)
+        ours = self.model.clip_grad_norm_(0.1)
+        assert self._close(ours, theirs), f"the norms are {ours} and {theirs}"
         return f"norm {theirs:.3g}"
 
     def load(self) -> None:
-        state = {
-            key: value * 0.9 if value.is_floating_point() else value for key, value in self.plain.state_dict().items()
-        }
-        self._on_both(lambda module, optimizer: module.load_state_dict(state))
+        def act(module: Net, optimizer: torch.optim.Optimizer) -> None:
+            state = module.state_dict().items()
+            module.load_state_dict(
+                {key: value * 0.9 if value.is_floating_point() else value.clone() for key, value in state}
+            )
+
+        self._on_both(act)
 
     def load_the_optimizer(self) -> None:
         self._on_both(lambda module, optimizer: optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict())))
@@ -462,7 +564,7 @@ class Program:
         self.net = self.model.module
         self._owes = False
         for _, ours, plain in self._triples():
-            plain.grad = None if ours.grad is None else ours.grad.clone()
+            plain.grad = None if ours.grad is None else plain.grad
         self._make_optimizers()
         return ""
 
@@ -526,37 +628,13 @@ class Program:
 
         def act(module: Net, optimizer: torch.optim.Optimizer) -> None:
             branch = copy.deepcopy(new)
+            if module is self.net:
+                self._divide(branch)
             module.branches.append(branch)
             optimizer.add_param_group({"params": list(branch.parameters())})
 
         self._on_both(act)
         return ""
-
-
-WEIGHTS = {
-    "train": 6.0,
-    "step": 5.0,
-    "train_in_a_window": 3.0,
-    "zero": 3.0,
-    "freeze_or_unfreeze": 2.0,
-    "edit_a_gradient": 1.0,
-    "change_a_buffer_in_place": 1.0,
-    "move_parameters": 1.0,
-    "clip": 1.0,
-    "train_locally": 1.0,
-    "train_with_a_penalty": 1.0,
-    "train_with_weights_in_the_loss": 1.0,
-    "evaluate": 1.0,
-    "evaluate_on_one_rank": 1.0,
-    "run_a_forward_alone": 1.0,
-    "ask_for_an_input_gradient": 1.0,
-    "load": 1.0,
-    "load_the_optimizer": 0.5,
-    "go_on_with_a_copy": 1.0,
-    "fail_in_a_forward": 1.0,
-    "fail_in_a_backward": 0.7,
-    "grow": 0.7,
-}
 
 
 def run(seeds: Sequence[int], make: Callable[[int], Any], length: int = 14) -> None:

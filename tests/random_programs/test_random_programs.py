@@ -6,8 +6,9 @@ from functools import partial
 from itertools import pairwise
 
 import pytest
+from torch.distributed.device_mesh import init_device_mesh
 
-from tests.random_programs import program
+from tests.random_programs.mesh_programs import MeshProgram
 from tests.random_programs.program import Program, run
 from tests.random_programs.several_models import SeveralModels
 
@@ -40,6 +41,13 @@ def test_three_ranks(rank, size, seeds, kind):
     run(seeds, partial(KINDS[kind], rank, size))
 
 
+@cases(2, 38, 960)
+@pytest.mark.ranks(size=4, timeout=1800)
+def test_four_ranks_in_a_mesh(rank, size, seeds):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    run(seeds, partial(MeshProgram, mesh))
+
+
 def test_a_wrong_gradient_and_a_wrong_accusation_are_seen(rank, size, monkeypatch):
     """Without this, the programs could not fail."""
     backward = Program._plain_backward
@@ -56,6 +64,6 @@ def test_a_wrong_gradient_and_a_wrong_accusation_are_seen(rank, size, monkeypatc
         one._on_both(lambda module, optimizer: optimizer.step())
 
     monkeypatch.setattr(Program, "step", step_on_rests)
-    monkeypatch.setattr(program, "WEIGHTS", {"train": 1.0, "train_locally": 1.0, "step": 1.0})
+    monkeypatch.setattr(Program, "weights", {"train": 1.0, "train_locally": 1.0, "step": 1.0})
     with pytest.raises(AssertionError, match="DPF-L01"):
         run(range(30), partial(Program, rank, size, sharded=False))

@@ -362,6 +362,31 @@ def replaced_memory(rank, size):
     return bits_differ([*model.parameters()], [*peer.parameters()])
 
 
+@pytest.mark.parametrize("steps", [(True, True), (False, True)], ids=["after a step", "before a step"])
+def test_a_gradient_of_an_input_leaves_the_gradients_for_the_step(rank, size, steps):
+    """Buckets change at the end of the first backward, so the gradients lie in others than the next ones."""
+    net = network()
+    net.unused = nn.Linear(2, 2)
+    plain = copy.deepcopy(net)
+    model = dpfuse.DataParallel(net, find_unused_parameters=True)
+    optimizer, plain_optimizer = (
+        dpfuse.ShardedOptimizer(model, optim.SGD, lr=0.1),
+        optim.SGD(plain.parameters(), lr=0.1),
+    )
+    loss_of(model, 0, rank).backward()
+    (sum(loss_of(plain, 0, other) for other in range(size)) / size).backward()
+    for step in steps:
+        if step:
+            optimizer.step()
+            plain_optimizer.step()
+        x = batch(0, rank, torch.float32).requires_grad_()
+        torch.autograd.grad(model(x).sum(), x)
+    optimizer.step()
+    plain_optimizer.step()
+    for ours, other in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, other)
+
+
 def test_assigned_memory_is_followed(ranks):
     assert ranks(replaced_memory) == [False, False]
 

@@ -240,9 +240,14 @@ def test_weights_are_compared_between_the_replicas(rank, size, drifts):
 
 
 @pytest.mark.ranks(size=4)
-def test_a_copy_of_the_model_trains(rank, size):
+@pytest.mark.parametrize("face", ["DataParallel", pytest.param("views", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_copy_of_the_model_trains(rank, size, face, trained):
     mesh = mesh_of_four()
-    net = made(Tied, mesh["tp"])
-    model = copy.deepcopy(FACES["DataParallel"](net, mesh))
+    model = FACES[face](made(Tied, mesh["tp"]), mesh)
+    if trained:
+        loss_of(model, words_of(mesh.get_local_rank("dp"), 0)).backward()
+    model = copy.deepcopy(model)
+    model.zero_grad()  # torch copies gradients that are DTensors, and no others
     loss_of(model, words_of(mesh.get_local_rank("dp"), 0)).backward()
     check_means(model.module, mean_of_one_process())
