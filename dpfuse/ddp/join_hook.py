@@ -107,7 +107,7 @@ class UnevenInputsHook(JoinHook):
         )
         self._shadowed = reducer.require_sync and 0 in turns
         if self._shadowed:
-            reducer.record_forward(True)  # now, for the forward may raise
+            self._sync.window.request(True)  # now, for the forward may raise
 
     def expect_no_backward(self) -> None:
         """Make sure that no rank waits for the backward of a forward of this one.
@@ -116,7 +116,7 @@ class UnevenInputsHook(JoinHook):
             DPFuseError: some did; these raise an error too.
         """
         reducer = self._grads.reducer
-        if not (self._shadowed and reducer.owes_backward):
+        if not (self._shadowed and self._sync.window.owes_backward):
             return
         try:
             reducer.open(announced=True)

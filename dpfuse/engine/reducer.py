@@ -86,14 +86,10 @@ class Wiring:
 
 @dataclass(slots=True)
 class _Run:
-    """The state of one synchronised backward, which begins with the forwards before it."""
+    """The state of one synchronised backward."""
 
     outcome: Outcome = field(default_factory=Outcome)
     next: int = 0  # the bucket to be sent next
-    forward: bool | None = None  # whether a forward since the last synchronised backward asked for one
-    trains: bool = False  # whether one of them was in training mode: then only those decide
-    uncounted: bool = False  # whether one in eval mode asked for one
-    outputs_watched: bool = True
     backward: int | None = None  # the engine's number of it, where another model of the group may share it
     asks_graph: bool = False  # whether its graph may be asked which parameters it reaches
     unreached: Sequence[Tensor] = ()  # what it has answered
@@ -132,7 +128,6 @@ class Reducer:
         self.rebuilt = False
         self.completed = 0
         self.last_error = ""
-        self._require_sync = True
         self._wiring = wiring
         self._unused = UnusedParameters(wiring.rank, warns=wiring.warn_unused)
         self._run = _Run()
@@ -282,43 +277,22 @@ class Reducer:
     @property
     def require_sync(self) -> bool:
         """Whether backwards of the next forwards are synchronised; no_sync() switches it off."""
-        return self._require_sync
+        return self._wiring.window.require_sync
 
     @require_sync.setter
     def require_sync(self, value: bool) -> None:
-        if value != self._require_sync and self.phase is IDLE:
+        if value != self.require_sync and self.phase is IDLE:
             self.refuse_unaveraged()
-        self._require_sync = value
-
-    def record_forward(self, sync: bool, *, outputs_watched: bool = True, trains: bool = True) -> None:
-        """Note a forward with gradients enabled. If one of several forwards is to synchronise, the backward does.
-
-        One in eval mode decides only about backwards of its own, and where there is none in training mode: a rank may
-        run it alone, and it gets no backward.
-        """
-        run = self._run
-        if not trains:
-            run.uncounted = run.uncounted or sync
-            if run.trains:
-                return
-        elif not run.trains:
-            run.trains, run.forward = True, None
-        run.forward = sync or bool(run.forward)
-        run.outputs_watched = outputs_watched
+        self._wiring.window.require_sync = value
 
     def forget_forwards(self) -> None:
         """Let only later forwards, or the state of `no_sync()` at that time, decide about the next backward."""
-        self._run.forward, self._run.trains, self._run.uncounted = None, False, False
+        self._wiring.window.forget_requests()
         self._wiring.window.forget_forwards()
 
     def prepare_for_backward(self, tensors: Iterable[Any] = ()) -> None:
         """Make the next backward synchronise, also inside `no_sync()`; name and argument are torch's."""
-        self.record_forward(True, outputs_watched=False)
-
-    @property
-    def owes_backward(self) -> bool:
-        """Whether a forward that synchronises still waits for its backward."""
-        return bool(self._run.forward)
+        self._wiring.window.request(True, watched=False)
 
     def refuse_unaveraged(self) -> None:
         """Forget ready gradients of a backward that went through no output and reached no sentinel.
@@ -353,7 +327,7 @@ class Reducer:
         names = self._in_use.names_of(found)
         if names:
             self._clear_ready()
-        if names and self._require_sync:
+        if names and self.require_sync:
             raise DPFuseError(messages.unaveraged(self._wiring.rank, list(dict.fromkeys(names))))
 
     def discard_accumulated(self) -> None:
@@ -404,10 +378,7 @@ class Reducer:
         self.settle(announced=announced)
         wiring, run = self._wiring, self._run
         wiring.window.backward_begins(announced=announced)
-        sync = True if run.uncounted and wiring.window.of_uncounted else run.forward
-        # A backward through none of the watched outputs has no forward of its own.
-        if sync is None or (not sync and not announced and run.outputs_watched):
-            sync = self._require_sync
+        sync = wiring.window.synchronises(announced=announced)
         self.phase = ABANDONED if sync else LOCAL  # until it is open: the peers may wait for it
         if announced:
             # What is ready already is of this backward, or of one before that nothing announced. All of it is
@@ -542,8 +513,7 @@ class Reducer:
         """
         if opened and self.phase is IDLE:
             return
-        asked = self._require_sync if self._run.forward is None else self._run.forward
-        if self.phase is LOCAL or (self.phase is IDLE and not asked):
+        if self.phase is LOCAL or (self.phase is IDLE and not self._wiring.window.is_to_synchronise):
             self._enter(IDLE)
             self.accumulation.die()  # last, since a filter may turn its warning into an error
         else:
@@ -587,7 +557,7 @@ class Reducer:
         window.without_inputs = True
         try:
             with self._unused.expected():
-                self.record_forward(True)
+                window.request(True)
                 self.open(announced=True)
                 self.close(lambda: True)
         finally:
@@ -623,10 +593,7 @@ class Reducer:
         Returns:
             Whether it is open now.
         """
-        run = self._run
-        # A backward of a forward inside no_sync() is local, and any other one is synchronised outside of no_sync().
-        undecided = run.forward is False or (run.forward and backward_is_nested())
-        if undecided and run.outputs_watched and self.phase is IDLE:
+        if self.phase is IDLE and self._wiring.window.may_be_announced(nested=backward_is_nested()):
             self._wiring.open_at_end()
         else:
             self._wiring.open_backward()

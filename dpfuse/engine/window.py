@@ -1,7 +1,7 @@
-"""What a rank did since the last synchronised backward: numbers that all ranks must have in common.
+"""What a rank did since the last synchronised backward. It decides whether the next one synchronises.
 
-The report compares them, so that a rank which left something out is noticed in the backward in which that matters.
-Knows no tensor, no rank and no group.
+The report compares its numbers, so that a rank which left something out is noticed in the backward in which that
+matters. Knows no tensor, no rank and no group.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ NEVER = 0  # the number of no window
 
 
 class Window:
-    """Counts backwards and forwards since the last synchronised backward.
+    """Counts backwards and forwards since the last synchronised backward, and knows which of them are to synchronise.
 
     The number of synchronised backwards is not counted: they are collectives, so no rank can be ahead.
 
@@ -22,6 +22,7 @@ class Window:
         counts_forwards: False where ranks may differ in which outputs they use.
 
     Attributes:
+        require_sync: whether backwards of the next forwards are synchronised; `no_sync()` switches it off.
         without_inputs: whether this rank has no inputs, and only takes part for ranks that still have some.
         compares_backwards: False while ranks give weights, which say how much each of them has.
         died: whether a backward that was not synchronised died in this window.
@@ -30,6 +31,7 @@ class Window:
     """
 
     def __init__(self, *, counts_forwards: bool = True) -> None:
+        self.require_sync = True
         self.without_inputs = False
         self.compares_backwards = True
         self.died = False
@@ -40,6 +42,11 @@ class Window:
         self._number = NEVER
         self._backwards = 0
         self._forwards = 0
+        self._asked: bool | None = (
+            None  # whether a forward has asked for a backward that synchronises; None: no forward
+        )
+        self._trained = False  # whether one of them was in training mode: then only those decide
+        self._uncounted = False  # whether one in eval mode has asked
         self._watched = True  # whether the outputs of the last forward are watched
         self._of_outputs = True  # whether the running backward went through a watched output
         self.begin()
@@ -59,17 +66,62 @@ class Window:
         self._number += 1
         self._backwards = self._forwards = 0
         self.died = False
+        self.forget_requests()
+
+    def forget_requests(self) -> None:
+        """Let only later forwards, or the state of `no_sync()` at that time, decide about the next backward."""
+        self._asked, self._trained, self._uncounted = None, False, False
+        self._outputs_watched = True  # those of the forward that asked last
 
     def forward_begins(self, *, counts: bool) -> None:
         """Note that a forward with gradients begins. In eval mode it does not count: one rank may run it alone."""
         self.began = self._number if counts else NEVER
         self._forwards += counts
 
-    def forward_ends(self, *, watched: bool) -> None:
-        """Note that the forward succeeded. If its outputs cannot be watched, its backward will not be noticed."""
+    def forward_ends(self, *, watched: bool, trains: bool) -> None:
+        """Note that the forward succeeded, in training mode or not.
+
+        If its outputs cannot be watched, its backward will not be noticed.
+        """
         self._watched = watched
         if not watched and self.began == self._number:
             self._forwards -= 1
+        self.request(self.require_sync, watched=watched, trains=trains)
+
+    def request(self, sync: bool, *, watched: bool = True, trains: bool = True) -> None:
+        """Note what a forward asks for. If one of several is to synchronise, the backward does.
+
+        One in eval mode decides only about backwards of its own, and where there is none in training mode: a rank may
+        run it alone, and it gets no backward.
+        """
+        if not trains:
+            self._uncounted = self._uncounted or sync
+            if self._trained:
+                return
+        elif not self._trained:
+            self._trained, self._asked = True, None
+        self._asked = sync or bool(self._asked)
+        self._outputs_watched = watched
+
+    @property
+    def owes_backward(self) -> bool:
+        """Whether a forward that synchronises still waits for its backward."""
+        return bool(self._asked)
+
+    @property
+    def is_to_synchronise(self) -> bool:
+        """Whether the next backward does, as far as that is known before it begins."""
+        return self.require_sync if self._asked is None else self._asked
+
+    def may_be_announced(self, *, nested: bool) -> bool:
+        """Whether an output may still tell what the backward is that runs, and that none has announced so far.
+
+        A backward of a forward inside `no_sync()` is local, and any other one is synchronised outside of it.
+
+        Args:
+            nested: whether it runs inside another one.
+        """
+        return self._outputs_watched and (self._asked is False or (bool(self._asked) and nested))
 
     def forget_failed(self, window: int) -> None:
         """Count a forward no longer that raised, and began in this window: another attempt at its batch begins."""
@@ -94,6 +146,15 @@ class Window:
         """Note that a backward begins; `announced` says that a watched output told it."""
         self._of_outputs = announced or not self._watched
         self.of_uncounted, self._reached = announced and not self._reached, True
+
+    def synchronises(self, *, announced: bool) -> bool:
+        """Decide whether the backward that has begun synchronises; `announced` as for `backward_begins`."""
+        if self._uncounted and self.of_uncounted:
+            return True
+        # A backward through none of the watched outputs has no forward of its own.
+        if self._asked is None or (not self._asked and not announced and self._outputs_watched):
+            return self.require_sync
+        return self._asked
 
     def gradients_accumulated(self) -> None:
         """Note that the ending backward has accumulated gradients.

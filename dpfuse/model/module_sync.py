@@ -294,8 +294,7 @@ class ModuleSync:
         if not takes_part:
             return
         watched = self.grads.listening.watch.watch(outputs, self.window.began)
-        self.window.forward_ends(watched=watched)
-        reducer.record_forward(reducer.require_sync, outputs_watched=watched, trains=self._module.training)
+        self.window.forward_ends(watched=watched, trains=self._module.training)
 
     @property
     def buffers_due(self) -> bool:

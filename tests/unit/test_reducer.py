@@ -329,7 +329,7 @@ def test_a_sentinel_that_was_not_used_is_replaced_at_once():
 def test_ready_marks_of_a_local_backward_send_nothing():
     bench = Bench()
     for _ in range(2):
-        bench.reducer.record_forward(False)
+        bench.window.request(False)
         bench.backward()
         assert (bench.log, bench.reducer.phase) == ([], Phase.IDLE)
         bench.settled()
@@ -352,7 +352,7 @@ def test_a_ready_mark_without_announcement_opens_the_backward():
 
 def test_a_task_that_reaches_no_leaf_is_no_backward():
     bench = Bench()
-    bench.reducer.record_forward(True)
+    bench.window.request(True)
     bench.reducer.open(announced=True)
     bench.reducer.close(lambda: False)
     assert (bench.log, bench.reducer.phase) == ([], Phase.IDLE)
@@ -366,17 +366,17 @@ def test_one_forward_that_synchronises_wins(forwards):
     bench = Bench().settled()
     bench.reducer.require_sync = False
     for sync in forwards:
-        bench.reducer.record_forward(sync)
-    assert bench.reducer.owes_backward
+        bench.window.request(sync)
+    assert bench.window.owes_backward
     bench.backward()
     assert bench.orders("send") == [0, 1, 2, 3]
-    assert not bench.reducer.owes_backward
+    assert not bench.window.owes_backward
 
 
 def test_a_forgotten_forward_and_a_prepared_backward_decide_the_next_one():
     bench = Bench().settled()
     bench.reducer.require_sync = False
-    bench.reducer.record_forward(True)
+    bench.window.request(True)
     bench.reducer.forget_forwards()
     bench.backward()
     assert bench.log == []
@@ -388,7 +388,7 @@ def test_a_forgotten_forward_and_a_prepared_backward_decide_the_next_one():
 @pytest.mark.parametrize("watched", [True, False])
 def test_a_backward_through_no_watched_output_takes_the_state_of_no_sync_then(watched):
     bench = Bench().settled()
-    bench.reducer.record_forward(False, outputs_watched=watched)
+    bench.window.request(False, watched=watched)
     bench.mark(5)
     if watched:  # its outputs may still be reached
         assert (bench.reducer.phase, bench.at_end) == (Phase.IDLE, 1)
@@ -765,7 +765,7 @@ def test_a_rank_that_has_left_its_group_drains_nothing():
 
 def test_an_abandoned_local_backward_needs_no_drain():
     bench = Bench()
-    bench.reducer.record_forward(False)
+    bench.window.request(False)
     bench.reducer.open(announced=True)
     bench.reducer.abandon()
     assert (bench.log, bench.reducer.phase) == ([], Phase.IDLE)
@@ -776,7 +776,7 @@ def test_an_abandoned_local_backward_needs_no_drain():
 @pytest.mark.parametrize("opened", [True, False])
 def test_a_backward_that_dies_before_it_is_open_counts_as_abandoned_and_one_that_has_ended_does_not(opened, sync):
     bench = Bench().settled()
-    bench.reducer.record_forward(sync)
+    bench.window.request(sync)
     bench.reducer.abandon(opened=opened)
     assert bench.reducer.phase is (Phase.ABANDONED if sync and not opened else Phase.IDLE)
     assert bench.window.died is (not sync and not opened)
@@ -825,13 +825,13 @@ def test_a_watcher_that_refuses_a_backward_is_asked_before_anything_is_sent_and_
     bench = Bench(watchers=[watcher]).settled()
     assert (watcher.asked, watcher.delivered_count) == ((True, True), 1)
     watcher.refuses = True
-    bench.reducer.record_forward(True)
+    bench.window.request(True)
     with pytest.raises(DPFuseError, match="refused"):
         bench.reducer.open(announced=True)
     assert bench.log == []
     drained_by_all(bench)
     watcher.refuses = False
-    bench.reducer.record_forward(False)
+    bench.window.request(False)
     bench.backward()
     assert (watcher.asked, watcher.delivered_count) == ((False, True), 1)
 
@@ -1016,10 +1016,10 @@ def test_a_large_gradient_is_packed_before_it_is_noted_and_only_while_its_bucket
     bench.backward()
     assert bench.orders("pack") == [], "the first backward is recorded"
     bench.log.clear()
-    bench.reducer.record_forward(False)
+    bench.window.request(False)
     bench.backward()
     assert bench.log == [], "a local one sends nothing"
-    bench.reducer.record_forward(True)
+    bench.window.request(True)
     bench.reducer.open(announced=True)
     bench.mark(5, 4, 3)
     assert bench.log == [("send", 0), ("pack", 4), ("pack", 3), ("send", 1)]
@@ -1070,7 +1070,7 @@ def test_a_local_backward_accumulates_complete_buckets_while_it_runs_and_the_res
     bench = Bench(feed=NotedAccumulating)
     if settled:
         bench.settled()
-    bench.reducer.record_forward(False)
+    bench.window.request(False)
     bench.reducer.open(announced=True)
     bench.mark(2, 1, 4)
     assert bench.log == [("take", 2, False)], "in no order of the buckets"
@@ -1081,7 +1081,7 @@ def test_a_local_backward_accumulates_complete_buckets_while_it_runs_and_the_res
     (backwards, _) = bench.window.fields()
     assert backwards.value() == 1
     with pytest.raises(DPFuseError, match=r"discard_accumulated\(\) was called while a backward is LOCAL"):
-        bench.reducer.record_forward(False)
+        bench.window.request(False)
         bench.reducer.open(announced=True)
         bench.reducer.discard_accumulated()
     bench.reducer.close(lambda: True)
@@ -1092,13 +1092,13 @@ def test_a_local_backward_accumulates_complete_buckets_while_it_runs_and_the_res
 
 def test_a_local_backward_that_dies_throws_the_window_away_with_a_warning():
     bench = Bench(feed=NotedAccumulating).settled()
-    bench.reducer.record_forward(False)
+    bench.window.request(False)
     bench.backward()
     bench.reducer.open(announced=True)
     with pytest.warns(UserWarning, match="accumulated in the buckets before, for 4 parameters, was thrown away"):
         bench.reducer.abandon()
     assert bench.reducer.phase is Phase.IDLE
-    bench.reducer.record_forward(False)
+    bench.window.request(False)
     bench.buckets[2].parts.feed.error = ValueError("it does not fit")
     with pytest.warns(UserWarning, match="for 4 parameters"), pytest.raises(ValueError, match="it does not fit"):
         bench.backward()
@@ -1107,9 +1107,9 @@ def test_a_local_backward_that_dies_throws_the_window_away_with_a_warning():
 
 def test_an_abandoned_synchronised_backward_forgets_what_was_accumulated():
     bench = Bench(feed=NotedAccumulating).settled()
-    bench.reducer.record_forward(False)
+    bench.window.request(False)
     bench.backward()
-    bench.reducer.record_forward(True)
+    bench.window.request(True)
     bench.reducer.open(announced=True)
     bench.reducer.abandon()
     bench.report.reading = Reading(any_failed=True, any_well=False)

@@ -15,7 +15,7 @@ def counts(window):
 def forward(window, *, counts=True, watched=True):
     window.forward_begins(counts=counts)
     began = window.began
-    window.forward_ends(watched=watched)
+    window.forward_ends(watched=watched, trains=True)
     return began
 
 
@@ -80,7 +80,7 @@ def test_a_forward_that_runs_a_whole_backward_counts_in_no_later_window(watched)
     window.forward_begins(counts=True)
     window.begin()
     began = window.began
-    window.forward_ends(watched=watched)
+    window.forward_ends(watched=watched, trains=True)
     window.reached(began)
     assert counts(window) == (0, 0)
 
