@@ -433,6 +433,7 @@ class Reducer:
         if sync is None or (not sync and not announced and run.outputs_watched):
             sync = self._require_sync
         self.phase = ABANDONED if sync else LOCAL  # until it is open: the peers may wait for it
+        self._in_use.restore_memory()
         if announced:
             # What is ready already is of this backward, or of one before that nothing announced. All of it is
             # averaged. But a bucket must not be complete by entries of a backward before.
