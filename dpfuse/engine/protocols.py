@@ -61,6 +61,9 @@ class Feed:
     def sent(self) -> None:
         """Forget what was packed before. The buffer was sent, with gradients or empty."""
 
+    def follow_buffer(self) -> None:
+        """Use the memory that the buffer has got in place of what it had."""
+
     def release(self) -> None:
         """Put what the buffer holds back into `.grad`, since the buffer or its scale will change."""
 

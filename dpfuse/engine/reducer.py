@@ -380,6 +380,7 @@ class Reducer:
         wiring.window.backward_begins(announced=announced)
         sync = wiring.window.synchronises(announced=announced)
         self.phase = ABANDONED if sync else LOCAL  # until it is open: the peers may wait for it
+        self._in_use.restore_memory()
         if announced:
             # What is ready already is of this backward, or of one before that nothing announced. All of it is
             # averaged. But a bucket must not be complete by entries of a backward before.

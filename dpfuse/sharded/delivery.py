@@ -10,6 +10,7 @@ from torch import Tensor
 from dpfuse.engine.comm_buffer import CommBuffer
 from dpfuse.engine.protocols import Delivery
 from dpfuse.engine.torch_private import Hooks
+from dpfuse.errors import DPFuseError
 from dpfuse.sharded.division import Region
 from dpfuse.sharded.gradient import RegionPart, ShardedGradient
 
@@ -89,4 +90,11 @@ class ShardedDelivery(Delivery):
     def _hand_out(self, but: Set[int]) -> None:
         for param, index, grad in zip(self.buffer.params, self.buffer.indices, self.grads, strict=True):
             if index not in but:
-                param.grad = grad
+                try:
+                    param.grad = grad
+                except RuntimeError as error:
+                    raise DPFuseError(
+                        f"parameter {grad.name_of_param!r} has the shape {tuple(param.shape)} and the dtype "
+                        f"{param.dtype}, expected {tuple(grad.shape)} and {grad.dtype}, for which its bucket was made. "
+                        "Assign parameters of another kind to the module, instead of changing them in place."
+                    ) from error

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from operator import attrgetter
 
 import torch
 import torch.distributed as dist
@@ -11,11 +13,15 @@ from torch.utils.dlpack import from_dlpack
 
 from dpfuse.comm import collective
 from dpfuse.comm.waiting import board_of, finish
+from dpfuse.errors import DPFuseError
 from dpfuse.sharded.delivery import ShardedDelivery
 from dpfuse.sharded.gradient import ShardedGradient
 from dpfuse.sharded.masters import Masters
 
-__all__ = ["FlatParams"]
+__all__ = ["FlatParams", "Kind", "kind_of", "refuse_shared", "take", "words_of"]
+
+Kind = tuple[torch.Size, torch.dtype, torch.device]
+_kind_facts = attrgetter("shape", "dtype", "device")
 
 
 class FlatParams:
@@ -34,6 +40,7 @@ class FlatParams:
         flat: the parameters, [elements].
         params: by place in this region, as all that follows.
         slots: where each parameter lies in the flat tensor.
+        kinds: shape, dtype and device of each parameter there.
         begin, end: of this rank's part of the flat tensor, in elements.
         masters: float32 copies of this rank's part, if there are any.
     """
@@ -50,7 +57,10 @@ class FlatParams:
         slots = [buffer.gradients.slots[place] for place in region.places]
         self.slots = [replace(slot, offset=slot.offset - region.begin) for slot in slots]
         self.flat = torch.zeros(region.end - region.begin, dtype=buffer.dtype, device=buffer.flat.device)
-        self.take()
+        self.kinds = [(torch.Size(slot.shape), self.flat.dtype, self.flat.device) for slot in self.slots]
+        self._addresses, self._strides = [-1] * len(self.params), [slot.stride for slot in self.slots]
+        take([self])
+        self._addresses, self._strides = self._places_now()
         self.masters = Masters(self.flat[self.begin : self.end]) if masters and self.flat.element_size() == 2 else None
 
     @property
@@ -79,16 +89,38 @@ class FlatParams:
         """Of the gradients of the region."""
         return self.delivery.parts[self.number].address
 
-    def take(self) -> None:
-        """Move those that do not lie in the flat tensor there, with their values."""
-        with torch.no_grad():
-            begin, size = self.flat.data_ptr(), self.flat.element_size()
-            for param, slot in zip(self.params, self.slots, strict=True):
-                if param.data_ptr() != begin + size * slot.offset:
-                    view = self.flat.as_strided(slot.shape, slot.stride, slot.offset).copy_(param)
-                    # With a storage of its own over this memory: programs that save a model take tensors with one
-                    # storage for copies of each other.
-                    param.data = from_dlpack(view)
+    @property
+    def names(self) -> list[str]:
+        """The names of the parameters."""
+        return [self.delivery.buffer.names[place] for place in self.region.places]
+
+    def converted(self) -> list[int]:
+        """Return the places of the parameters that are of another kind than in the flat tensor."""
+        found = list(map(_kind_facts, self.params))
+        return [] if found == self.kinds else [i for i, kind in enumerate(found) if kind != self.kinds[i]]
+
+    def displaced(self) -> list[int]:
+        """Return the places of the parameters that lie elsewhere, or in another order."""
+        addresses, strides = self._places_now()
+        if addresses == self._addresses and strides == self._strides:
+            return []
+        wanted = list(zip(self._addresses, self._strides, strict=True))
+        return [i for i, each in enumerate(zip(addresses, strides, strict=True)) if each != wanted[i]]
+
+    def _places_now(self) -> tuple[list[int], list[tuple[int, ...]]]:
+        return list(map(Tensor.data_ptr, self.params)), list(map(Tensor.stride, self.params))
+
+    def put(self, place: int, value: Tensor) -> None:
+        """Let a parameter lie in the flat tensor, with this value."""
+        slot = self.slots[place]
+        view = self.flat.as_strided(slot.shape, slot.stride, slot.offset).copy_(value)
+        # With a storage of its own over this memory: programs that save a model take tensors with one storage for
+        # copies of each other.
+        self.params[place].data = from_dlpack(view)
+
+    def holds(self, address: int) -> bool:
+        """Whether this address lies in the flat tensor."""
+        return 0 <= address - self.flat.data_ptr() < self.flat.nbytes
 
     def start_gather(self) -> dist.Work:
         """Start to send this rank's part to all, and to receive theirs."""
@@ -132,3 +164,63 @@ class FlatParams:
         if self.region.whole:
             return collective.start_all_gather_parts(flat, self.bounds, self._group)
         return collective.start_all_gather_into(flat, flat[self.begin : self.end], self._group)
+
+
+@torch.no_grad()
+def take(regions: Sequence[FlatParams]) -> None:
+    """Move parameters that do not lie in their flat tensors there, with their values.
+
+    Raises:
+        DPFuseError: a parameter is of another kind than in the last backward, or shares memory with another one.
+    """
+    for region in regions:
+        for place in region.converted():
+            raise DPFuseError(
+                f"parameter {region.names[place]!r} is {words_of(kind_of(region.params[place]))} in a step, expected "
+                f"{words_of(region.kinds[place])}, as in the backward before. Change a parameter between step() and "
+                "the next forward, on all ranks."
+            )
+    moved = [(region, place) for region in regions for place in region.displaced()]
+    if not moved:
+        return
+    refuse_shared((name, param) for region in regions for name, param in zip(region.names, region.params, strict=True))
+    values: list[Tensor] = []
+    for region, place in moved:  # two may have changed places: all are read before one is written
+        value = region.params[place].detach()
+        inside = any(each.holds(value.data_ptr()) for each in regions)
+        values.append(value.clone() if inside else value)
+    for (region, place), value in zip(moved, values, strict=True):
+        region.put(place, value)
+
+
+def refuse_shared(named: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise DPFuseError if two of these parameters surely have an element of their memory in common."""
+    end, before = 0, ""
+    for begin, nbytes, name in sorted(_stretches(named)):
+        if begin < end:
+            raise DPFuseError(
+                f"parameters {before!r} and {name!r} share memory, expected memory of its own for each: a "
+                "ShardedOptimizer moves each into the flat tensor of its bucket, and they would differ from then on. "
+                "Use one nn.Parameter in both places, or assign a clone()."
+            )
+        end, before = begin + nbytes, name
+
+
+def _stretches(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[int, int, str]]:
+    """Yield address, bytes and name. Of a parameter with gaps, in which another may lie, only the first element."""
+    for name, param in named:
+        if param.numel():
+            length = 1 + sum((size - 1) * step for size, step in zip(param.shape, param.stride(), strict=True))
+            yield param.data_ptr(), param.element_size() * (length if length == param.numel() else 1), name
+
+
+def kind_of(param: Tensor) -> Kind:
+    """Return what a parameter is now: shape, dtype and device."""
+    kind: Kind = _kind_facts(param)
+    return kind
+
+
+def words_of(kind: Kind) -> str:
+    """Return a kind in words."""
+    shape, dtype, device = kind
+    return f"{str(dtype).removeprefix('torch.')} {tuple(shape)} on {device}"

@@ -15,6 +15,7 @@ from dpfuse.errors import DPFuseError
 
 __all__ = ["RegionPart", "ShardedGradient", "used_up"]
 
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 
 
@@ -70,21 +71,32 @@ class ShardedGradient(Tensor):
         return f"ShardedGradient({self.name_of_param!r})"
 
     @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if func == _SET_DATA:  # it calls no operation, and the new data would be ignored
+            raise _misuse(args[0], "the setter of .data")
+        return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+
+    @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         found = [*_found_in([*args, *(kwargs or {}).values()])]
-        what = str(func).removeprefix("aten.").partition(".")[0]
-        if found[0].region.in_backward:
-            raise used_up(f"parameter {found[0].name_of_param!r}: {what} was called on its gradient")
-        if func is UNSCALE and len(found) == len(args[0]):
+        if func is UNSCALE and len(found) == len(args[0]) and not found[0].region.in_backward:
             return _unscale(found, args[1], args[2])
-        raise DPFuseError(
-            f"parameter {found[0].name_of_param!r}: {what} was called on its gradient, expected no use of .grad: after "
-            "a backward with a ShardedOptimizer each rank has one part of it. Clip with model.clip_grad_norm_(), read "
-            "with optimizer.full_gradient(parameter), and call optimizer.zero_grad() before the next backward (without "
-            "set_to_none=False)."
-        )
+        raise _misuse(found[0], str(func).removeprefix("aten.").partition(".")[0])
+
+
+def _misuse(grad: ShardedGradient, what: str) -> DPFuseError:
+    text = f"parameter {grad.name_of_param!r}: {what} was called on its gradient"
+    if grad.region.in_backward:
+        return used_up(text)
+    return DPFuseError(
+        f"{text}, expected no use of .grad: after a backward with a ShardedOptimizer each rank has one part of it. "
+        "Clip with model.clip_grad_norm_(), read with optimizer.full_gradient(parameter), and call "
+        "optimizer.zero_grad() before the next backward (without set_to_none=False)."
+    )
 
 
 def used_up(what: str) -> DPFuseError:

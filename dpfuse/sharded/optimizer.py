@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dpfuse.comm import votes
+from dpfuse.engine.bucket_set import names_of
 from dpfuse.errors import DPFuseError
+from dpfuse.sharded.flat_params import refuse_shared
 from dpfuse.sharded.groups import ParamGroups, settings_of
 from dpfuse.sharded.shards import Shards, refuse_missing
 from dpfuse.wrapper import SyncedModule, sync_of
@@ -123,6 +125,7 @@ class ShardedOptimizer(Optimizer):
             if sync is not None:
                 sync.check_divisible(in_backward=step_in_backward)
                 refuse_missing(sync.grads, groups)
+                refuse_shared(zip(names_of(sync.grads.plan), sync.grads.params, strict=True))
                 groups.try_out(master_dtype)
                 options = f"gather={gather}\nmaster_dtype={master_dtype}\nstep_in_backward={step_in_backward}"
                 facts = f"{_facts_of(groups, model)}\n{options}\nclip_by_last_norm={clip_by_last_norm}"

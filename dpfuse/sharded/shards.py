@@ -22,7 +22,7 @@ from dpfuse.gradients.norm import refuse_running
 from dpfuse.model.module_sync import ModuleSync
 from dpfuse.sharded.delivery import ShardedDelivery
 from dpfuse.sharded.elementwise_shard import ElementwiseShard
-from dpfuse.sharded.flat_params import FlatParams
+from dpfuse.sharded.flat_params import FlatParams, Kind, kind_of, refuse_shared, take, words_of
 from dpfuse.sharded.gradient import ShardedGradient
 from dpfuse.sharded.groups import ParamGroups, State
 from dpfuse.sharded.in_backward import InBackward
@@ -34,6 +34,7 @@ from dpfuse.sharded.whole_shard import WholeShard
 __all__ = ["Shards", "refuse_missing"]
 
 Shard = ElementwiseShard | WholeShard
+BITS = 12  # of the number that ranks compare
 
 
 class Shards:
@@ -69,9 +70,11 @@ class Shards:
         self._masters = masters
         self._pending: list[Pending] = []
         self._shards: list[Shard] = []
-        self._aside: dict[Tensor, tuple[State, Collection[str]]] = {}  # of parameters that are in no bucket now
+        # Of parameters that are in no bucket now: state, what of it is divided, and the kind of the parameter then.
+        self._aside: dict[Tensor, tuple[State, Collection[str], Kind]] = {}
         self._settings: list[dict[str, Any]] = []  # of the groups, in the step or backward that runs
         self._failure: Exception | None = None  # why this rank could not update a part
+        self._failures = 0  # how often it could not, since the start or the last load
         self.in_backward = InBackward(self._group, self, largest_norm) if in_backward else None
         self._sharding = (
             Sharding(sync, self.finish, self._field())
@@ -90,6 +93,7 @@ class Shards:
         self._sync.gradients()  # raises if they cannot be used now
         self._find_gradients()
         self._settings = self._groups.settings()
+        self._take(self._shards)
         for shard in reversed(self._shards):  # the first layers first
             self._update(shard, [param.grad is not None for param in shard.flat_params.params], late=self._late)
         self._end_step()
@@ -111,6 +115,7 @@ class Shards:
     def _step_with_zeros(self) -> None:
         """Make the states by a step with gradients of zeros, as torch.distributed.checkpoint asks for."""
         self._settings = self._groups.settings()
+        self._take(self._shards)
         for shard in self._shards:
             params = shard.flat_params
             grads = [param.grad for param in params.params if param.grad is not None]
@@ -126,8 +131,11 @@ class Shards:
         self._settings = self._groups.settings()
         now = self._sharding.deliveries()
         changed = {*map(id, now)} != {id(shard.flat_params.delivery) for shard in self._shards}
-        if changed and not self._grads.reducer.change:  # else the ranks will refuse the change
+        if self._grads.reducer.change:  # the ranks will refuse it
+            return
+        if changed:
             self._follow(now)
+        self._take(self._shards)
 
     def update(self, buffer: CommBuffer, *, sent: bool) -> None:
         """As that of `Updates`, for a bucket that has landed while backward runs."""
@@ -150,12 +158,25 @@ class Shards:
             flat.add_(torch.where(alarm, math.nan, 0.0).to(flat))
 
     def _update(self, shard: Shard, touched: Sequence[bool], *, late: bool) -> None:
-        try:
-            shard.flat_params.take()
-            shard.step(self._settings, touched)
-        except Exception as error:
-            self._failure = self._failure or error  # the peers wait for this rank's part
+        if self._failure is None:
+            try:
+                shard.step(self._settings, touched)
+            except Exception as error:
+                self._fail(error)
         self._gather(shard, late=late)
+
+    def _take(self, shards: Sequence[Shard]) -> None:
+        """Move parameters that a program has changed in place, before any is updated."""
+        try:
+            take([shard.flat_params for shard in shards])
+        except Exception as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        """Note that this rank cannot update its part. It goes on to gather, since the peers wait for its part."""
+        if self._failure is None:
+            self._failure = error if self.in_backward is None else _without_frames(error)
+            self._failures += 1
 
     def _gather(self, shard: Shard, *, late: bool) -> None:
         params = shard.flat_params
@@ -173,8 +194,8 @@ class Shards:
             self._failure = None
             raise DPFuseError(
                 f"rank {self._group.rank()}: the optimizer has failed to update this rank's part of the parameters, "
-                f"expected no error: {type(failure).__name__}: {failure}. The parameters may be half updated: load a "
-                "checkpoint."
+                f"expected no error: {type(failure).__name__}: {str(failure).rstrip('.')}. The parameters may be half "
+                "updated: load a checkpoint."
             ) from failure
         self._take_settings(self._settings)
         if buckets_changed:
@@ -212,12 +233,21 @@ class Shards:
     def _field(self) -> Field:
         return Field(
             "resets",
-            lambda: self._resets + crc32(self._groups.changed().encode()),
-            lambda number: f"has reset other states of its ShardedOptimizer, or changed its param_groups ({number})",
+            self._number,
+            self._words,
             "Each rank has one part of each state: delete entries of optimizer.state, and change parameter groups, on "
-            "all ranks, in the same way.",
-            bits=12,
+            "all ranks, in the same way. After a step that has failed on some ranks, load a checkpoint on all ranks.",
+            bits=BITS,
         )
+
+    def _number(self) -> int:
+        """Return what all ranks must have in common."""
+        return self._resets + crc32(self._groups.changed().encode()) + crc32(str(self._failures).encode())
+
+    def _words(self, number: int) -> str:
+        own = self._failure is not None and number == self._number() % 2**BITS
+        why = f": {self._failure}" if own else f" ({number})"
+        return f"has reset other states of its ShardedOptimizer, changed its param_groups, or failed in a step{why}"
 
     def _take_zeros(self) -> None:
         """Take gradients that a program has set to zeros: these need no averaging."""
@@ -248,17 +278,18 @@ class Shards:
         """Return the state of each parameter that has one, as the plain optimizer has it; to be called on all ranks."""
         with self._sharding.telling(READ):
             found = {param: state for shard in self._shards for param, state, _ in shard.whole_states() if state}
-        found |= {param: state for param, (state, _) in self._aside.items()}
+        found |= {param: state for param, (state, *_) in self._aside.items()}
         return {param: found[param] for group in self._groups.groups for param in group["params"] if param in found}
 
     def load(self, states: Mapping[Tensor, State]) -> None:
         """Use these states, as the plain optimizer has them, in place of all that there are."""
         if self.in_backward is not None:
             self.in_backward.begin_again()
+        self._failure, self._failures, self._resets = None, 0, 0
         like = {key for param, state in states.items() if param.dim() for key in state if _is_like(state[key], param)}
         numbers = {key for param, state in states.items() if param.dim() for key in state}.difference(like) | {"step"}
         self._aside = {
-            param: (state, {key for key in state if key not in numbers and _is_like(state[key], param)})
+            param: (state, {key for key in state if key not in numbers and _is_like(state[key], param)}, kind_of(param))
             for param, state in states.items()
         }
         self._keep_aside(self._shards)
@@ -268,7 +299,10 @@ class Shards:
         places = _places_of(shards)
         for param in places.keys() & self._aside.keys():
             shard, place = places[param]
-            shard.keep(place, *self._aside.pop(param))
+            state, divided, kind = self._aside[param]
+            if kind == shard.flat_params.kinds[place]:  # else they will have it when they have followed the buckets
+                del self._aside[param]
+                shard.keep(place, state, divided)
         for shard in shards:
             shard.use_kept()
 
@@ -298,6 +332,11 @@ class Shards:
         """Make shards of these buckets, with the states that there are; to be called on all ranks."""
         self.finish()
         refuse_missing(self._grads, self._groups)
+        self._refuse_converted()
+        try:
+            refuse_shared(zip(names_of(self._grads.plan), self._grads.params, strict=True))
+        except DPFuseError as error:  # maybe on this rank alone, and below are collectives
+            self._fail(error)
         before = {(id(shard.flat_params.delivery.buffer), shard.flat_params.number): shard for shard in self._shards}
         numbers = self._groups.numbers()
         now: list[Shard] = []
@@ -314,14 +353,36 @@ class Shards:
         places = _places_of(made)
         for old in before.values():
             old.updater.leave(self._group.rank())
-            for param, state, divided in old.whole_states():
+            converted = old.flat_params.converted()
+            for number, (param, state, divided) in enumerate(old.whole_states()):
+                if number in converted:
+                    continue  # it has no state, but the float32 copy of what it was
                 if param in places:
                     shard, place = places[param]
                     shard.keep(place, state, divided)
                 elif state:
-                    self._aside[param] = state, divided
+                    self._aside[param] = state, divided, old.flat_params.kinds[number]
         self._shards = now
         self._keep_aside(made)
+
+    def _refuse_converted(self) -> None:
+        """Raise if a parameter that has a state is of another kind now; all ranks have agreed on the conversion."""
+        kinds = [
+            (param, params.kinds[place], params.names[place])
+            for shard in self._shards
+            for params in [shard.flat_params]
+            for place, param in enumerate(params.params)
+            if shard.has_state(place)
+        ]
+        kinds += [(param, kind, "that is in no bucket") for param, (_, _, kind) in self._aside.items()]
+        for param, kind, name in kinds:
+            if kind_of(param) != kind:
+                raise DPFuseError(
+                    f"rank {self._group.rank()}: parameter {name!r} is {words_of(kind_of(param))}, and its state is "
+                    f"that of {words_of(kind)}, expected the same. Delete its entry of optimizer.state on all ranks. "
+                    "Or convert the states: call optimizer.load_state_dict(optimizer.state_dict()) on all ranks after "
+                    "the parameters have another dtype."
+                )
 
     def _shard(self, params: FlatParams, numbers: Mapping[int, int]) -> Shard:
         groups = [numbers[id(param)] for param in params.params]
@@ -370,3 +431,12 @@ def refuse_missing(grads: GradSync, groups: ParamGroups) -> None:
 
 def _is_like(value: Any, param: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == param.shape
+
+
+def _without_frames(error: Exception) -> Exception:
+    """Return an error without the frames of a backward, which would keep that alive as long as the error is kept."""
+    each: BaseException | None = error
+    while each is not None:
+        each.__traceback__ = None
+        each = each.__cause__ or each.__context__
+    return error

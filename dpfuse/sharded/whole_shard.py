@@ -50,6 +50,7 @@ class WholeShard:
                 self._own.append(own.as_strided(slot.shape, slot.stride, offset))
         self._kept: dict[int, State] = {}
         self._stepped: set[int] = set()  # places of parameters that have a state, on whichever rank
+        self._kept_places: set[int] = set()  # of those whose state was kept, on whichever rank
         self.updater = Updater(param_groups, [])
 
     def step(self, settings: Sequence[Mapping[str, Any]], touched: Sequence[bool]) -> None:
@@ -110,7 +111,7 @@ class WholeShard:
             divided: not used.
         """
         if state:
-            self._stepped.add(place)
+            self._kept_places.add(place)
         if place not in self._places:
             return
         kept = dict(state)
@@ -130,6 +131,7 @@ class WholeShard:
             if self._kept.get(place):
                 self.updater.set_state(index, self._kept[place])
         self._kept = {}
+        self._stepped, self._kept_places = self._kept_places, set()
 
 
 def _widened(value: Any) -> Any:

@@ -48,11 +48,11 @@ class Eager(Feed):
         self._views: dict[int, Tensor] | list[Tensor] = {}
         self._packed: dict[int, int] = {}  # places packed since the last send -> version of the view then
         self._large: dict[int, PointerTable] = {}
-        self._use_buffer()
+        self.follow_buffer()
         if memory is not None:
-            memory.follow(self._use_buffer)
+            memory.follow(self.follow_buffer)
 
-    def _use_buffer(self) -> None:
+    def follow_buffer(self) -> None:
         table = self._buffer.table
         for place in () if uses_triton(table) else _large_places(self._bucket):
             slot = table.slots[place]

@@ -17,6 +17,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 import dpfuse
 from tests.distributed.tensor_parallel.models import (
     FACES,
+    Everything,
     Sequence,
     Tied,
     local,
@@ -26,6 +27,7 @@ from tests.distributed.tensor_parallel.models import (
     whole,
     words_of,
 )
+from tests.docs.pages import ROOT, blocks_of
 
 
 def wrapped(kind=Tied, **options):
@@ -251,3 +253,55 @@ def test_a_copy_of_the_model_trains(rank, size, face, trained):
     model.zero_grad()  # torch copies gradients that are DTensors, and no others
     loss_of(model, words_of(mesh.get_local_rank("dp"), 0)).backward()
     check_means(model.module, mean_of_one_process())
+
+
+def mesh_scaler():
+    """Return the class that the page shows."""
+    page = ROOT / "docs" / "guide" / "tensor_parallel.md"
+    (block,) = (each for each in blocks_of(page) if "class MeshGradScaler" in each.text)
+    names: dict[str, object] = {}
+    exec(block.text, names)
+    return names["MeshGradScaler"]
+
+
+def overflow(net, mesh):
+    """As where a product overflows in the part that the second rank of each tensor-parallel group has."""
+    if mesh.get_local_rank("tp") == 1:
+        net.up.weight.grad.to_local().fill_(float("inf"))
+
+
+def trained_with(scaler, model, net, mesh, steps=4):
+    """Return the scales, and which steps were made."""
+    plain = [param for param in net.parameters() if not isinstance(param, DTensor)]
+    divided = [param for param in net.parameters() if isinstance(param, DTensor)]
+    optimizer = torch.optim.SGD([{"params": each} for each in (plain, divided) if each], lr=0.1)
+    seen = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        before = [local(param).detach().clone() for param in net.parameters()]
+        scaler.scale(loss_of(model, words_of(mesh.get_local_rank("dp"), step))).backward()
+        if step == 1:
+            overflow(net, mesh)
+        scaler.step(optimizer)
+        scaler.update()
+        seen.append((not all(map(torch.equal, before, map(local, net.parameters()))), scaler.get_scale()))
+    return seen
+
+
+@pytest.mark.ranks(size=4)
+@pytest.mark.parametrize("kind", [Tied, Everything])
+def test_the_scaler_of_the_page_skips_on_all_ranks(rank, size, kind):
+    """With every parameter a DTensor, of which the first is replicated, torch's scaler skips on some ranks only."""
+    model, net, mesh = wrapped(kind)
+    scaler = mesh_scaler()("cpu", mesh["tp"].get_group(), init_scale=4.0)
+    seen = trained_with(scaler, model, net, mesh)
+    assert seen == [(True, 4.0), (False, 2.0), (True, 2.0), (True, 2.0)]
+    alone = made(kind)
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+    for step in (0, 2, 3):
+        optimizer.zero_grad()
+        for replica in range(2):
+            (loss_of(alone, words_of(replica, step)) / 2).backward()
+        optimizer.step()
+    for name, param in alone.named_parameters():
+        torch.testing.assert_close(whole(net.get_parameter(name)), param, rtol=1e-4, atol=1e-5, msg=name)
