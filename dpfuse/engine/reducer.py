@@ -375,10 +375,10 @@ class Reducer:
         Raises:
             DPFuseError: as `settle`; or a CUDA graph captures the first synchronised backward.
         """
-        self.settle(announced=announced)
+        if self.phase is not IDLE:
+            self.settle(announced=announced)
         wiring, run = self._wiring, self._run
-        wiring.window.backward_begins(announced=announced)
-        sync = wiring.window.synchronises(announced=announced)
+        sync = wiring.window.backward_begins(announced=announced)
         self.phase = ABANDONED if sync else LOCAL  # until it is open: the peers may wait for it
         self._in_use.restore_memory()
         if announced:

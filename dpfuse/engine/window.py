@@ -27,7 +27,6 @@ class Window:
         compares_backwards: False while ranks give weights, which say how much each of them has.
         died: whether a backward that was not synchronised died in this window.
         began: the window in which the forward that is running began, if it counts.
-        of_uncounted: whether the running backward was announced by a forward that does not count.
     """
 
     def __init__(self, *, counts_forwards: bool = True) -> None:
@@ -36,7 +35,6 @@ class Window:
         self.compares_backwards = True
         self.died = False
         self.began = NEVER
-        self.of_uncounted = False
         self._reached = True  # whether the outputs that were reached last are of a forward that counts
         self._counts_forwards = counts_forwards
         self._number = NEVER
@@ -47,6 +45,7 @@ class Window:
         )
         self._trained = False  # whether one of them was in training mode: then only those decide
         self._uncounted = False  # whether one in eval mode has asked
+        self._outputs_watched = True  # those of the forward that asked last
         self._watched = True  # whether the outputs of the last forward are watched
         self._of_outputs = True  # whether the running backward went through a watched output
         self.begin()
@@ -66,12 +65,11 @@ class Window:
         self._number += 1
         self._backwards = self._forwards = 0
         self.died = False
-        self.forget_requests()
+        self._asked, self._trained, self._uncounted, self._outputs_watched = None, False, False, True
 
     def forget_requests(self) -> None:
         """Let only later forwards, or the state of `no_sync()` at that time, decide about the next backward."""
         self._asked, self._trained, self._uncounted = None, False, False
-        self._outputs_watched = True  # those of the forward that asked last
 
     def forward_begins(self, *, counts: bool) -> None:
         """Note that a forward with gradients begins. In eval mode it does not count: one rank may run it alone."""
@@ -142,14 +140,11 @@ class Window:
         if window == self._number:
             self._forwards -= 1
 
-    def backward_begins(self, *, announced: bool) -> None:
-        """Note that a backward begins; `announced` says that a watched output told it."""
+    def backward_begins(self, *, announced: bool) -> bool:
+        """Note that a backward begins, and decide whether it synchronises; `announced`: a watched output told it."""
         self._of_outputs = announced or not self._watched
-        self.of_uncounted, self._reached = announced and not self._reached, True
-
-    def synchronises(self, *, announced: bool) -> bool:
-        """Decide whether the backward that has begun synchronises; `announced` as for `backward_begins`."""
-        if self._uncounted and self.of_uncounted:
+        of_uncounted, self._reached = announced and not self._reached, True
+        if self._uncounted and of_uncounted:
             return True
         # A backward through none of the watched outputs has no forward of its own.
         if self._asked is None or (not self._asked and not announced and self._outputs_watched):

@@ -263,8 +263,10 @@ class ModuleSync:
             self.before_collectives()
         for begins in self.grads.events.forward_begins if idle else ():
             begins(inputs)
-        # Buffers that stand in for the module's own are the program's. The next forward sends those of the module.
-        self.buffers.begin_forward(due=own_tensors and self.buffers.due(counts=counts), counts=counts)
+        buffers = self.buffers
+        if buffers.before_forward or buffers.beside_gradients:
+            # Those that stand in for the module's own are the program's. The next forward sends those of the module.
+            buffers.begin_forward(due=own_tensors and buffers.due(counts=counts), counts=counts)
         return True
 
     def forward_failed(self, inputs: Inputs) -> None:
