@@ -20,7 +20,7 @@ from dpfuse.engine.feeds.accumulating import Accumulating
 from dpfuse.engine.param_spec import ParamSpec
 from dpfuse.engine.phase import Phase
 from dpfuse.engine.plan import plan_buckets
-from dpfuse.engine.protocols import Feed
+from dpfuse.engine.protocols import Delivery, Feed
 from dpfuse.engine.reducer import Reducer, Wiring
 from dpfuse.engine.report import ALL_WELL, Reading
 from dpfuse.engine.report_layout import Field, Question, ReportLayout
@@ -96,7 +96,7 @@ class NotedBucket:
         self.plan, self.order, self.params, self.log = plan, order, [params[index] for index in plan.params], log
         flat = SimpleNamespace(device=torch.device("cpu"))
         self.parts = SimpleNamespace(
-            report=report, feed=feed or Feed(), writers=None, buffer=SimpleNamespace(flat=flat), delivery=None
+            report=report, feed=feed or Feed(), writers=None, buffer=SimpleNamespace(flat=flat), delivery=Delivery()
         )
         self.state, self.error, self.missing = FREE, None, []
         self.lacks, self.fails = [], None  # what the test plants
