@@ -86,7 +86,7 @@ def test_a_rule_that_fails_on_one_rank_ends_no_training(rank, size, owner, metho
         text = said[0].getMessage()
         assert text.startswith("rank 0: the check of the training loop has failed with RuntimeError: two lines (at ")
         assert "\n" not in text
-        assert model._sync.grads.listening.observers == []
+        assert model._sync.grads.events.bucket_landed == ()
 
 
 def test_a_check_that_is_off_holds_nothing(rank, size):
@@ -120,7 +120,7 @@ def measuring(model, rank):
         if index % 2:
             optimizer.step()
             optimizer.zero_grad()
-    assert len(model._sync.grads.listening.observers) == 1
+    assert len(model._sync.grads.events.bucket_landed) == 1
     return optimizer
 
 
@@ -129,7 +129,7 @@ def test_a_measurement_ends_though_its_optimizer_never_steps_again(rank, size):
     optimizer = measuring(model, rank)
     for x, y in batches(rank, 20, 1):
         loss_of(model(x), y).backward()
-    assert [each.times for each in model._sync.grads.listening.observers] == [None]
+    assert [tell.__self__.times for tell in model._sync.grads.events.bucket_landed] == [None]
     del optimizer
 
 
@@ -141,4 +141,4 @@ def test_a_measurement_ends_with_its_optimizer(rank, size):
     for x, y in batches(rank, 1):
         loss_of(model(x), y).backward()
         optimizer.step()
-    assert model._sync.grads.listening.observers == []
+    assert model._sync.grads.events.bucket_landed == ()

@@ -33,7 +33,7 @@ class Loop:
         watched = self.rules.watched or self.spares[0]
         watched.backward_begins(announced=True)
         for rule in self.model.looking:
-            rule.backward_begins()
+            rule.backward_begins(sync=True, announced=True)
         (self.param.square().sum() if self.param.grad is None else self.param.sum()).backward()
         if sync:
             self.model.averages += 1

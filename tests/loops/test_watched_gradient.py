@@ -328,10 +328,10 @@ def dropped(lengths, between, elsewhere=False):
         seen.watched.backward_begins(announced=True)
         if elsewhere:
             for rule in model.looking:
-                rule.backward_begins()
+                rule.backward_begins(sync=True, announced=True)
         else:
             for rule in model.looking:
-                rule.backward_begins()
+                rule.backward_begins(sync=True, announced=True)
         seen.param.square().sum().backward()
 
     with warnings.catch_warnings(record=True) as caught:
