@@ -20,13 +20,13 @@ from dpfuse.commands.machine import machine_facts, software_versions
 from dpfuse.engine.plan import BucketPlan
 from dpfuse.errors import DPFuseError
 
-__all__ = ["REPORT", "Run", "buckets_of", "here", "make_folder", "save_picture", "size_of", "write_report"]
+__all__ = ["REPORT", "SavedRun", "buckets_of", "here", "make_folder", "save_picture", "size_of", "write_report"]
 
 REPORT = "report.json"
 
 
 @dataclass(frozen=True)
-class Run:
+class SavedRun:
     """Where and when something was measured."""
 
     date: str  # ISO 8601, UTC
@@ -36,12 +36,12 @@ class Run:
     versions: dict[str, Any]
 
 
-def here() -> Run:
+def here() -> SavedRun:
     """Return the facts about this run, as seen from this rank."""
     group = dist.group.WORLD
     assert group is not None
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    return Run(now, group.size(), backend_of(group), machine_facts(group_device(group)), software_versions())
+    return SavedRun(now, group.size(), backend_of(group), machine_facts(group_device(group)), software_versions())
 
 
 def make_folder(path: Path) -> None:
@@ -58,7 +58,9 @@ def make_folder(path: Path) -> None:
         raise DPFuseError(f"--out: cannot write {REPORT} into the folder {str(path)!r}; name another")
 
 
-def write_report(path: Path, command: str, arguments: list[str], place: str, run: Run, facts: dict[str, Any]) -> None:
+def write_report(
+    path: Path, command: str, arguments: list[str], place: str, run: SavedRun, facts: dict[str, Any]
+) -> None:
     """Write the report as JSON.
 
     Args:

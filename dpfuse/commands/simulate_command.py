@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from dpfuse.commands.machine import machine_facts, software_versions
-from dpfuse.commands.report_file import Run, make_folder, size_of, write_report
+from dpfuse.commands.report_file import SavedRun, make_folder, size_of, write_report
 from dpfuse.errors import DPFuseError
 from dpfuse.tune import ALGORITHMS, INSIDE, NETWORKS, Cluster, Connection, ScaledStep, Timeline, scale, scale_text
 from dpfuse.tune.scaling import BEST, DDP, DPFUSE, break_even
@@ -75,7 +75,7 @@ def simulate_file(path: Path, scaling: Scaling, folder: Path, arguments: list[st
     timeline = load_timeline(path)
     make_folder(folder)
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    run = Run(now, 0, "none", machine_facts(torch.device("cpu")), software_versions())
+    run = SavedRun(now, 0, "none", machine_facts(torch.device("cpu")), software_versions())
     report_scaling(timeline, scaling, str(path), run, folder, arguments)
     return 0
 
@@ -102,7 +102,7 @@ def load_timeline(path: Path) -> Timeline:
 
 
 def report_scaling(
-    timeline: Timeline, scaling: Scaling, place: str, run: Run, folder: Path, arguments: list[str]
+    timeline: Timeline, scaling: Scaling, place: str, run: SavedRun, folder: Path, arguments: list[str]
 ) -> None:
     """Simulate, print a table per algorithm, and write the report.
 

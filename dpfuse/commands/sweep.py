@@ -24,7 +24,7 @@ from dpfuse.comm import collective
 from dpfuse.commands.contenders import DEFAULT, Contender, Sizes, contenders, without_duplicates
 from dpfuse.commands.mean_check import check_mean
 from dpfuse.commands.ranks import build_on_all_ranks, say
-from dpfuse.commands.report_file import Run, here
+from dpfuse.commands.report_file import SavedRun, here
 from dpfuse.commands.tune_command import tune_wrapped
 from dpfuse.commands.user_model import Target
 from dpfuse.engine.plan import BucketPlan
@@ -67,7 +67,7 @@ class Row:
 class Sweep:
     """The results on rank 0."""
 
-    run: Run
+    run: SavedRun
     plan: BucketPlan  # the tuned one
     rows: tuple[Row, ...]
 
@@ -148,7 +148,7 @@ def _check(contender: Contender, target: Target, group: dist.ProcessGroup) -> in
 
 
 def _turn(contender: Contender, target: Target, steps: int, group: dist.ProcessGroup) -> tuple[float, ...]:
-    """Run one turn. Return the seconds of each step on the slowest rank."""
+    """SavedRun one turn. Return the seconds of each step on the slowest rank."""
     wrapped = contender.wrap(target.module)
     step = partial(target.step, wrapped)
     step()  # records the order of gradients; then wrappers make new buckets

@@ -10,7 +10,7 @@ from typing import Any
 
 import dpfuse
 from dpfuse.commands.ranks import build_on_all_ranks, reports_here, run_on_ranks, say
-from dpfuse.commands.report_file import REPORT, Run, buckets_of, here, make_folder, save_picture, write_report
+from dpfuse.commands.report_file import REPORT, SavedRun, buckets_of, here, make_folder, save_picture, write_report
 from dpfuse.commands.simulate_command import Scaling, report_scaling
 from dpfuse.commands.user_model import Target, find_factory
 from dpfuse.engine.plan import BucketPlan
@@ -26,7 +26,7 @@ SILENCE = 5.0  # seconds after which a command says how far it is
 class Tuned:
     """The results on rank 0."""
 
-    run: Run
+    run: SavedRun
     tuning: Tuning
     in_use: BucketPlan
 
@@ -80,7 +80,7 @@ def tune(
 
 
 def tune_wrapped(target: Target, model: dpfuse.DataParallel, steps: int, caps: tuple[float, float]) -> Tuning:
-    """Run backwards until `autotune` is done.
+    """SavedRun backwards until `autotune` is done.
 
     Raises:
         DPFuseError: `autotune` failed and changed nothing, or it did not finish.

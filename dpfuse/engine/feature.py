@@ -116,5 +116,5 @@ class Feature(Watcher):
         """Return what travels beside the last bucket."""
         return None
 
-    def alarmed(self, alarm: Callable[[], Tensor], deliveries: Sequence[Delivery]) -> None:
-        """Invalidate what these deliveries have measured, if `alarm()`, [] bool on the device, is set. For CUDA."""
+    def spoil(self, wrong: Callable[[], Tensor], deliveries: Sequence[Delivery]) -> None:
+        """Invalidate what these deliveries have measured, if `wrong()`, [] bool on the device, is set. For CUDA."""

@@ -9,12 +9,12 @@ from dpfuse.engine.events import Events, Watcher
 from dpfuse.engine.feature import Engine
 from dpfuse.engine.ready import ReadyHook
 
-__all__ = ["BackwardRecorder", "Listening", "Wrap"]
+__all__ = ["Listening", "ReadyRecorder", "Wrap"]
 
 Wrap = Callable[[BackwardListener], BackwardListener]  # returns what is told of backwards, and tells its argument
 
 
-class BackwardRecorder(Watcher):
+class ReadyRecorder(Watcher):
     """A watcher that notes also when each gradient is ready."""
 
     def join(self, engine: Engine) -> None:
@@ -43,7 +43,7 @@ class Listening:
 
     def __init__(self, watch: BackwardWatch, events: Events, *, alone: bool, wrap: Wrap) -> None:
         self.watch = watch
-        self.recorder: BackwardRecorder | None = None
+        self.recorder: ReadyRecorder | None = None
         self._events = events
         self._times: Watcher | None = None
         self._wrap = wrap
@@ -53,7 +53,7 @@ class Listening:
         """Tell this reducer of backwards, through what the face puts in front of it."""
         self.watch.listener = self._wrap(reducer)
 
-    def record(self, recorder: BackwardRecorder | None) -> None:
+    def record(self, recorder: ReadyRecorder | None) -> None:
         """Let `recorder` watch; None ends that. The ready hooks are to be installed again."""
         self._events.exchange(self.recorder, recorder)
         self.recorder = recorder

@@ -60,7 +60,7 @@ class Wiring:
         decline: called instead on a rank that cannot go on, so that the peers do not wait.
         check_group: raises DPFuseError if this rank can no longer use its process group.
         install: puts ready hooks on parameters, by registration index.
-        guard: called with the report if it is not read in the same backward.
+        spoil: called with the report if it is not read in the same backward.
         answer: called on every rank, with all buckets landed, with a question that a rank has asked, or that is due.
     """
 
@@ -80,7 +80,7 @@ class Wiring:
     decline: Callable[[], None]
     check_group: Callable[[], None]
     install: Callable[[dict[int, ReadyHook]], None]
-    guard: Callable[[Report], None]
+    spoil: Callable[[Report], None]
     answer: Callable[[Question], None]
 
 
@@ -846,7 +846,7 @@ class Reducer:
             unused = [index for index in missing if index not in run.outcome.frozen]
             self._warn(self._unused.warning(unused, len(untouched.intersection(unused)), self._in_use.names))
         if not report.was_read:
-            self._wiring.guard(report)
+            self._wiring.spoil(report)
         run.delivered = True
 
     def _rebuild(self) -> None:

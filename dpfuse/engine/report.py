@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dpfuse.comm import collective
-from dpfuse.engine.report_layout import Place, Question, ReportLayout
+from dpfuse.engine.report_layout import Question, ReportLayout, ReportPlace
 from dpfuse.engine.streams import HostCopy, capturing
 from dpfuse.engine.window import Window
 from dpfuse_kernels.spoil import any_pair
@@ -162,7 +162,7 @@ class Report:
         self._ranks = self._flags + sum(each.bits for each in self._fields) + HASH_BITS  # as a place among the pairs
         # From here on, places are elements: of compared bits, of numbers that are added up, of parameters.
         start = self._compared = 2 * (self._ranks + RANK_BITS)
-        self._starts: dict[Place, int] = {}
+        self._starts: dict[ReportPlace, int] = {}
         for place in sorted(layout.places, key=lambda place: not place.compared):
             self._starts[place] = start
             start += place.width * (1 + place.compared)
@@ -229,11 +229,11 @@ class Report:
         self._write_bits(packed, 0, 1, 1)
         self._write_bits(packed, self._ranks, self.group.rank(), RANK_BITS)
 
-    def compared(self, place: Place) -> Compared:
+    def compared(self, place: ReportPlace) -> Compared:
         """Return the bits of a place that is compared."""
         return self._bits[place]
 
-    def write(self, packed: Tensor, place: Place, values: Tensor, part: str = "") -> None:
+    def write(self, packed: Tensor, place: ReportPlace, values: Tensor, part: str = "") -> None:
         """Write numbers of a place, or of a part of it, into what is packed, unscaled. Nothing waits.
 
         Args:
@@ -248,12 +248,12 @@ class Report:
         within = packed[start:end][place.parts[part]] if part else packed[start:end]
         within.copy_(values, non_blocking=late)
 
-    def sums(self, place: Place) -> Tensor:
+    def sums(self, place: ReportPlace) -> Tensor:
         """Return the sums of the numbers of a place over the ranks, [width], on the device, without waiting."""
         assert self._sums is not None
         return self._sums.view[slice(*self._ends(place))]
 
-    def _ends(self, place: Place) -> tuple[int, int]:
+    def _ends(self, place: ReportPlace) -> tuple[int, int]:
         start = self._starts[place]
         return start, start + place.width * (1 + place.compared)
 
@@ -325,7 +325,7 @@ class Report:
         sums.reading = reading
         return reading
 
-    def alarm(self) -> Tensor:
+    def wrong(self) -> Tensor:
         """Return whether some rank reports a failure or a difference, as a bool, [], on the device, without waiting.
 
         It is called only if this rank itself has neither failed nor changed.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["Field", "Place", "Question", "ReportLayout"]
+__all__ = ["Field", "Question", "ReportLayout", "ReportPlace"]
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Field:
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class ReportPlace:
     """Where a feature writes numbers of this rank, and reads what they come to over all ranks.
 
     Args:
@@ -80,10 +80,10 @@ class ReportLayout:
 
     def __init__(self) -> None:
         self.fields: list[Field] = []
-        self.places: list[Place] = []
+        self.places: list[ReportPlace] = []
         self.questions: list[Question] = []
 
-    def register(self, name: str, width: int | Mapping[str, int], *, compared: bool = False) -> Place:
+    def register(self, name: str, width: int | Mapping[str, int], *, compared: bool = False) -> ReportPlace:
         """Give a feature a place in all reports from the next on.
 
         Args:
@@ -97,7 +97,7 @@ class ReportLayout:
         for part, one in width.items() if isinstance(width, Mapping) else [(name, width)]:
             parts[part] = slice(start, start + one)
             start += one
-        place = Place(name, start, compared, parts)
+        place = ReportPlace(name, start, compared, parts)
         self.places.append(place)
         return place
 

@@ -21,8 +21,7 @@ from dpfuse.engine.bucket_set import BucketSet
 from dpfuse.engine.events import Events, Watcher, overridden
 from dpfuse.engine.exchanges.comm_hook import CommHook
 from dpfuse.engine.feature import Feature
-from dpfuse.engine.guard import guard_of
-from dpfuse.engine.listening import BackwardRecorder, Listening, Wrap
+from dpfuse.engine.listening import Listening, ReadyRecorder, Wrap
 from dpfuse.engine.phase import IDLE, Phase
 from dpfuse.engine.plan import BucketPlan, rebuild_plan
 from dpfuse.engine.reducer import Reducer, Wiring
@@ -30,6 +29,7 @@ from dpfuse.engine.report import Report
 from dpfuse.engine.report_layout import Field, Question, ReportLayout
 from dpfuse.engine.send_order import SendOrder
 from dpfuse.engine.settings import SyncSettings
+from dpfuse.engine.spoiler import spoiler_of
 from dpfuse.engine.window import Window
 from dpfuse.errors import DPFuseError
 
@@ -98,7 +98,7 @@ class GradSync:
             make_report=lambda count, dtype, device: Report(group, count, layout, window, dtype, device),
         )
         params = list(params)
-        self._spoiler = guard_of(params, group.size())
+        self._spoiler = spoiler_of(params, group.size())
         self.listening.hooks.put_on(params)
         watch, install = self.listening.watch, self.listening.hooks.install
         wiring = Wiring(
@@ -118,7 +118,7 @@ class GradSync:
             decline=self._decline,
             check_group=self._check_group,
             install=install,
-            guard=self._guard,
+            spoil=self._spoil,
             answer=self._answer,
         )
         self.reducer = Reducer(self.bucket_set(plan, params), wiring)
@@ -165,7 +165,7 @@ class GradSync:
         """Whether this rank only takes part in a backward of other ranks."""
         return self._window.without_inputs
 
-    def record(self, recorder: BackwardRecorder | None) -> None:
+    def record(self, recorder: ReadyRecorder | None) -> None:
         """Let `recorder` watch, and note when gradients are ready; None ends the recording."""
         if recorder is not None:
             recorder.join(self)
@@ -230,7 +230,7 @@ class GradSync:
     def keep_change(self) -> None:
         """Keep the changed model, on which all ranks have agreed."""
         self.reducer.keep_change()
-        self._spoiler = guard_of(self.params, self.group.size())
+        self._spoiler = spoiler_of(self.params, self.group.size())
 
     def bucket_set(self, plan: BucketPlan, params: Sequence[Tensor]) -> BucketSet:
         """Make the buckets of a model, which share no memory with those in use."""
@@ -314,7 +314,7 @@ class GradSync:
                 "together; expected a new group. Restart the job, or make another group and wrap the module again."
             )
 
-    def _guard(self, report: Report) -> None:
+    def _spoil(self, report: Report) -> None:
         """Let the device act on the report. On CUDA the host reads it one backward later."""
         if self._spoiler is not None:
             buckets, features = self.reducer.buckets, self._assembly.features
@@ -324,8 +324,8 @@ class GradSync:
                 self._spoiler.fill_buffers([b.parts.buffer for b in buckets if b.params], report.pairs())
             else:
                 self._spoiler(report.pairs())
-            for alarmed in overridden(Feature, "alarmed", *features):
-                alarmed(report.alarm, [bucket.parts.delivery for bucket in buckets])
+            for spoil in overridden(Feature, "spoil", *features):
+                spoil(report.wrong, [bucket.parts.delivery for bucket in buckets])
 
     def _check_idle(self, what: str) -> None:
         if self.reducer.phase is not IDLE:

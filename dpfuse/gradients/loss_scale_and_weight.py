@@ -17,7 +17,7 @@ from dpfuse.engine.phase import ABANDONED, IDLE
 from dpfuse.engine.plan import Bucket
 from dpfuse.engine.protocols import PackArguments, PackStep
 from dpfuse.engine.report import Report
-from dpfuse.engine.report_layout import Field, Place
+from dpfuse.engine.report_layout import Field, ReportPlace
 from dpfuse.engine.window import Window
 from dpfuse.errors import DPFuseError
 from dpfuse.exclusions import refuse
@@ -62,7 +62,7 @@ class GradientFactors(Feature):
 
     eager = False
     _engine: Engine
-    _place: Place  # where ranks tell whether they have found values that are not finite
+    _place: ReportPlace  # where ranks tell whether they have found values that are not finite
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ class GradientFactors(Feature):
         if found is not None:
             somewhere = report.sums(self._place)[0] != 0
             if report.group.size() > 1 and somewhere.is_cuda:
-                somewhere = somewhere | report.alarm()  # the gradients are spoilt if the ranks do not agree
+                somewhere = somewhere | report.wrong()  # the gradients are spoilt if the ranks do not agree
             self.loss_scale.unscaled(somewhere.float())
         self._factor, self._found, self._report, self._handling = None, None, None, 0
         self._window.compares_backwards = True

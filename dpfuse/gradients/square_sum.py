@@ -110,10 +110,10 @@ class NormInBackward(Feature):
             return _MeasuredViews(delivery, buffer, self._sums[order], side)
         return MeasuredDelivery(delivery, buffer, self._sums[order])
 
-    def alarmed(self, alarm: Callable[[], Tensor], deliveries: Sequence[Delivery]) -> None:
-        """As `Feature.alarmed`: sums become NaN with the gradients."""
+    def spoil(self, wrong: Callable[[], Tensor], deliveries: Sequence[Delivery]) -> None:
+        """As `Feature.spoil`: sums become NaN with the gradients."""
         values = [each.squares.value for each in deliveries if isinstance(each, MeasuredDelivery)]
-        poison = torch.where(alarm(), math.nan, 0.0).double()
+        poison = torch.where(wrong(), math.nan, 0.0).double()
         torch._foreach_add_(values, [poison] * len(values))  # of one tensor alone the host would read the value
 
 

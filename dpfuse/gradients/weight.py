@@ -14,7 +14,7 @@ from torch import Tensor
 from dpfuse.comm import collective
 from dpfuse.engine import messages
 from dpfuse.engine.report import Report
-from dpfuse.engine.report_layout import Place, ReportLayout
+from dpfuse.engine.report_layout import ReportLayout, ReportPlace
 from dpfuse.engine.streams import HostCopy, capturing
 from dpfuse.engine.window import Window
 from dpfuse.errors import DPFuseError
@@ -48,7 +48,7 @@ class GradientWeight:
         reduction: one of `REDUCTIONS`.
     """
 
-    _place: Place
+    _place: ReportPlace
 
     def __init__(self, group: dist.ProcessGroup, step: Callable[[], int], window: Window) -> None:
         self.value: Tensor | None = None

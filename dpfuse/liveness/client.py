@@ -10,7 +10,7 @@ from time import monotonic, sleep
 from typing import Any
 
 from dpfuse.liveness.connection import Connection, ConnectionEndError
-from dpfuse.liveness.diagnosis import MAX_TEXT, SILENT, End, EndKind, Finding, RankState, Status, judge, printable
+from dpfuse.liveness.diagnosis import MAX_TEXT, SILENT, Diagnosis, End, EndKind, RankState, Status, judge, printable
 from dpfuse.liveness.endpoint import Endpoint
 from dpfuse.liveness.heartbeat import Heartbeat
 from dpfuse.liveness.looks import look
@@ -88,7 +88,7 @@ class HeartbeatClient(Heartbeat):
                 self._board.finished = count
             case ["fatal", list(ranks), str(text)]:
                 self._heard = now
-                finding = Finding(True, tuple(int(rank) for rank in ranks), 0.0, printable(text, lines=True))
+                finding = Diagnosis(True, tuple(int(rank) for rank in ranks), 0.0, printable(text, lines=True))
                 self._consequences.act(finding, now)
             case ["end", int(rank), int(kind), str(error), bool(secondary), float(ago), float(silence), parts]:
                 last = None if parts is None else Status.from_message(parts)

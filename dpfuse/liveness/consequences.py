@@ -13,7 +13,7 @@ from math import isfinite
 from typing import NoReturn
 
 from dpfuse.comm.waiting import Board, PeerFailure
-from dpfuse.liveness.diagnosis import FAILED_GRACE, EndKind, Finding
+from dpfuse.liveness.diagnosis import FAILED_GRACE, Diagnosis, EndKind
 from dpfuse.liveness.own_status import OwnStatus
 from dpfuse.liveness.requests import Requests
 
@@ -43,7 +43,7 @@ class Consequences:
         self._failed_at = 0.0  # when the last failure was put on the board
         self._failed_in = own.place  # and where this rank was then
 
-    def act(self, finding: Finding, now: float) -> None:
+    def act(self, finding: Diagnosis, now: float) -> None:
         """Print a warning; or put a failure on the board, which ends the wait of the thread that trains."""
         if finding.fatal:
             if self._board.peer_failure is None and self._own.status.waits:
@@ -68,7 +68,7 @@ class Consequences:
         status = self._own.status
         if status.waits and status.age >= FAILED_GRACE and isfinite(status.limit):
             text = f"it {end}; expected no further collective in it. Make a new process group"
-            self.act(Finding(True, (self._board.rank,), status.age, text), now)
+            self.act(Diagnosis(True, (self._board.rank,), status.age, text), now)
 
     def check_stuck(self, now: float) -> None:
         """End the process if the thread that trains cannot raise; or take back a failure that came too late."""

@@ -14,7 +14,18 @@ from typing import Any
 
 from dpfuse.comm.waiting import Doing, describe_place
 
-__all__ = ["End", "EndKind", "Finding", "RankState", "Status", "end_with", "find_cause", "judge", "names", "printable"]
+__all__ = [
+    "Diagnosis",
+    "End",
+    "EndKind",
+    "RankState",
+    "Status",
+    "end_with",
+    "find_cause",
+    "judge",
+    "names",
+    "printable",
+]
 
 SILENT = 3.0  # seconds without a heartbeat after which a rank counts as silent; it sends one every half second
 FAILED_GRACE = 1.0  # seconds to wait for a rank that failed: its last message may still arrive
@@ -164,7 +175,7 @@ class RankState:
 
 
 @dataclass(frozen=True)
-class Finding:
+class Diagnosis:
     """What to tell ranks that wait."""
 
     fatal: bool  # whether the wait cannot succeed
@@ -173,7 +184,7 @@ class Finding:
     text: str
 
 
-def judge(states: Mapping[int, RankState], *, whole_job: bool) -> Finding | None:
+def judge(states: Mapping[int, RankState], *, whole_job: bool) -> Diagnosis | None:
     """Return what to tell the ranks that wait, if one of them has waited for too long.
 
     A finding is fatal only if the wait cannot succeed. A rank that is alive and computes is waited for without limit.
@@ -192,8 +203,8 @@ def judge(states: Mapping[int, RankState], *, whole_job: bool) -> Finding | None
     waited = max(status.age for status in waiting.values())
     limit = min(status.limit for status in waiting.values())
 
-    def found(fatal: bool, ranks: Collection[int], why: str) -> Finding:
-        return Finding(fatal, tuple(sorted(ranks)), waited, f"{why}\n{report(states)}")
+    def found(fatal: bool, ranks: Collection[int], why: str) -> Diagnosis:
+        return Diagnosis(fatal, tuple(sorted(ranks)), waited, f"{why}\n{report(states)}")
 
     if isfinite(limit):
         causes = _causes(states)
@@ -227,13 +238,13 @@ def judge(states: Mapping[int, RankState], *, whole_job: bool) -> Finding | None
     return None
 
 
-def find_cause(states: Mapping[int, RankState]) -> Finding | None:
+def find_cause(states: Mapping[int, RankState]) -> Diagnosis | None:
     """Return why a collective has failed at once; None if no rank is known to have ended."""
     causes = _causes(states)
     if not causes:
         return None
     first = causes[0]
-    return Finding(True, (first,), 0.0, f"rank {first} {states[first]}{_advice(states[first].end)}")
+    return Diagnosis(True, (first,), 0.0, f"rank {first} {states[first]}{_advice(states[first].end)}")
 
 
 def _advice(end: End | None) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dpfuse.engine.report import Report
-from dpfuse.engine.report_layout import Place
+from dpfuse.engine.report_layout import ReportPlace
 from dpfuse.engine.streams import capturing
 from dpfuse.loop.input_hash import InputHash
 from dpfuse.loop.model import Model
@@ -22,10 +22,10 @@ from dpfuse.loop.same_batches import SameBatches
 from dpfuse.loop.same_modes import SameModes
 from dpfuse.loop.same_rates import SameRates
 
-__all__ = ["Comparison"]
+__all__ = ["RankComparison"]
 
 
-class Comparison:
+class RankComparison:
     """Collects the words of this rank from forwards and steps, and hands the sums of all ranks to the rules.
 
     Args:
@@ -40,7 +40,7 @@ class Comparison:
         heard: whether a rule has heard something since the last step.
     """
 
-    def __init__(self, module: nn.Module, model: Model, device: str, size: int, place: Place) -> None:
+    def __init__(self, module: nn.Module, model: Model, device: str, size: int, place: ReportPlace) -> None:
         self._model = model
         self._words = RankWords(place, size)
         self._inputs = InputHash()

@@ -17,13 +17,13 @@ from dpfuse.engine.local_part import leaf_of
 from dpfuse.engine.plan import Bucket, BucketPlan
 from dpfuse.engine.protocols import PackArguments, PackStep
 from dpfuse.engine.report import Report
-from dpfuse.engine.report_layout import Place
+from dpfuse.engine.report_layout import ReportPlace
 from dpfuse.engine.streams import capturing
 from dpfuse.engine.torch_private import has_hooks_of_others
 from dpfuse.engine.user_line import user_place
 from dpfuse.errors import DPFuseError, LoopWarning
 from dpfuse.loop.coming_code import running_lines
-from dpfuse.loop.comparison import Comparison
+from dpfuse.loop.comparison import RankComparison
 from dpfuse.loop.findings import findings
 from dpfuse.loop.model import Model, Times
 from dpfuse.loop.never_stepped import NeverStepped
@@ -55,7 +55,7 @@ class LoopCheck(Feature):
     """
 
     _engine: Engine
-    _place: Place
+    _place: ReportPlace
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class LoopCheck(Feature):
         self._next_change = next_change(0)  # how many averages there are when words begin to travel, or no longer do
         self._raises = raises
         self._model: Model | None = None  # known in the first backward, as is what follows
-        self._comparison: Comparison | None = None
+        self._comparison: RankComparison | None = None
         self._watched: list[WatchedGradient] = []
         self._spares: list[WatchedGradient] = []
         self._of: dict[ref[Optimizer], OptimizerRules] = {}
@@ -276,7 +276,7 @@ class LoopCheck(Feature):
         self._watched = list(self._spares)
         self._look_at_rest()
         device, size = grads.params[0].device.type, grads.group.size()
-        self._comparison = Comparison(self._module, model, device, size, self._place)
+        self._comparison = RankComparison(self._module, model, device, size, self._place)
         return model
 
     def _choose_watched(self) -> None:

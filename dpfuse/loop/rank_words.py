@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dpfuse.engine.report import Report
-from dpfuse.engine.report_layout import Place
+from dpfuse.engine.report_layout import ReportPlace
 from dpfuse.engine.streams import HostCopy, capturing
 
 __all__ = ["WIDTHS", "RankWords", "Sums", "Word", "bits_of", "is_due", "next_change"]
@@ -68,7 +68,7 @@ class Sums:
         size: number of ranks.
     """
 
-    def __init__(self, place: Place, numbers: Sequence[float], own: Sequence[float], size: int) -> None:
+    def __init__(self, place: ReportPlace, numbers: Sequence[float], own: Sequence[float], size: int) -> None:
         self._parts = place.parts
         self._numbers = numbers
         self._own = own
@@ -99,7 +99,7 @@ class RankWords:
         size: number of ranks.
     """
 
-    def __init__(self, place: Place, size: int) -> None:
+    def __init__(self, place: ReportPlace, size: int) -> None:
         self._place = place
         self._size = size
         self._own: list[float] = []

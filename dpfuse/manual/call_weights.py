@@ -17,14 +17,14 @@ from dpfuse.engine.phase import IDLE, Phase
 from dpfuse.engine.report import Compared
 from dpfuse.errors import WeightsWarning
 from dpfuse.weights.check import WeightsCheck
-from dpfuse.weights.finding import Words
+from dpfuse.weights.finding import Phrases
 from dpfuse_kernels.bit_hash import BITS
 
 __all__ = ["CallWeights"]
 
 HASHED, DUE = 1 << BITS, 2 << BITS  # of what a rank says: whether it has one, and whether it is to be examined
 
-WORDS = Words(
+WORDS = Phrases(
     "the call of fused_allreduce_gradients()",
     "send the weights of one rank to all, as torch.distributed.broadcast does",
 )

@@ -15,7 +15,7 @@ from dpfuse.engine.feature import Engine, Feature
 from dpfuse.engine.plan import Bucket
 from dpfuse.engine.protocols import PackStep
 from dpfuse.engine.report import Report
-from dpfuse.engine.report_layout import Place
+from dpfuse.engine.report_layout import ReportPlace
 from dpfuse.engine.streams import capturing
 from dpfuse.gradients.norm import Gradients
 from dpfuse.gradients.weight import GradientWeight
@@ -50,7 +50,7 @@ class Metrics(Feature):
     """
 
     _engine: Engine
-    _place: Place
+    _place: ReportPlace
 
     def __init__(self, every: int, weight: GradientWeight) -> None:
         self.step_times = StepTimes()

@@ -13,13 +13,13 @@ from dpfuse.sharded.flat_params import FlatParams
 from dpfuse.sharded.groups import MASTER, ParamGroups, State, Updater
 from dpfuse.sharded.one_pass import step_in_one_pass, takes_one_pass
 
-__all__ = ["ElementwiseShard", "Run"]
+__all__ = ["ElementwiseShard", "Span"]
 
 CACHED = 1 << 20  # bytes of a run on a CPU: an optimizer's operations, one after the other, find it in the caches
 
 
 @dataclass(frozen=True)
-class Run:
+class Span:
     """Elements of neighbouring parameters of a region, which this rank updates as one tensor.
 
     Args:
@@ -55,7 +55,7 @@ class ElementwiseShard:
         self._param_groups = param_groups
         self._groups = groups
         self._kept: dict[int, State] = {}  # states by place, until they are used
-        self.runs: list[Run] = []
+        self.runs: list[Span] = []
         self.updater = Updater(param_groups, [])
 
     def step(self, settings: Sequence[Mapping[str, Any]], touched: Sequence[bool]) -> None:
@@ -119,7 +119,7 @@ class ElementwiseShard:
                 part[run.begin - begin : run.begin - begin + run.own.numel()] = state[key]
         return flat_params.gathered(part)
 
-    def _stated(self) -> Iterator[tuple[Run, State]]:
+    def _stated(self) -> Iterator[tuple[Span, State]]:
         """Yield each run and its state; what is divided has one dimension there, and numbers have none."""
         for index, run in enumerate(self.runs):
             yield run, self.updater.state(index)
@@ -178,7 +178,7 @@ class ElementwiseShard:
         if not unlike <= cuts:
             self._use(cuts | unlike, self._states_by_place())
 
-    def _add_part(self, kept: State, place: int, run: Run, state: State) -> None:
+    def _add_part(self, kept: State, place: int, run: Span, state: State) -> None:
         """Add to the state of a parameter what a run has of it."""
         slot = self.flat_params.slots[place]
         begin = max(slot.offset, run.begin) - run.begin
@@ -207,7 +207,7 @@ class ElementwiseShard:
                 }
                 self.updater.set_state(index, state)
 
-    def _joined(self, run: Run, key: str, kept: Sequence[State]) -> Tensor:
+    def _joined(self, run: Span, key: str, kept: Sequence[State]) -> Tensor:
         flat_params = self.flat_params
         own = torch.zeros(run.own.numel(), dtype=kept[run.first][key].dtype, device=run.own.device)
         for place in range(run.first, run.last):
@@ -218,7 +218,7 @@ class ElementwiseShard:
                 own[begin:end] = values[begin - at : end - at]
         return own
 
-    def _runs(self, first: int, last: int) -> Iterator[Run]:
+    def _runs(self, first: int, last: int) -> Iterator[Span]:
         """Yield at least one run, also where this rank has nothing of these parameters."""
         flat_params = self.flat_params
         begin = 0 if first == 0 else flat_params.slots[first].offset
@@ -227,7 +227,7 @@ class ElementwiseShard:
         own, offset = flat_params.own, flat_params.begin
         step = CACHED // own.element_size() if own.device.type == "cpu" else max(end - begin, 1)
         for start in range(begin, max(end, begin + 1), step):
-            yield Run(self._groups[first], first, last, own[start - offset : min(start + step, end) - offset], start)
+            yield Span(self._groups[first], first, last, own[start - offset : min(start + step, end) - offset], start)
 
     def _group_cuts(self) -> set[int]:
         groups = self._groups

@@ -42,8 +42,8 @@ class Updates(Protocol):
             sent: whether this rank has sent gradients. Otherwise its part stays as it is.
         """
 
-    def spoil(self, alarm: Tensor) -> None:
-        """Make the parameters NaN on the device, if `alarm`, [] bool, is set there."""
+    def spoil(self, wrong: Tensor) -> None:
+        """Make the parameters NaN on the device, if `wrong`, [] bool, is set there."""
 
 
 @dataclass
@@ -144,9 +144,9 @@ class InBackward:
         self._lost = None
         self.norm, self._unused, self._squares = None, [], []
 
-    def spoil(self, alarm: Tensor) -> None:
+    def spoil(self, wrong: Tensor) -> None:
         """As that of `Updates`."""
-        self._updates.spoil(alarm)
+        self._updates.spoil(wrong)
 
     def refuse_half_updated(self) -> None:
         """Raise DPFuseError before a step if the last backward did not end well."""

@@ -98,8 +98,8 @@ class Sharding(Dividing):
     def delivered(self) -> None:
         self._before = self.used
 
-    def alarmed(self, alarm: Callable[[], Tensor], deliveries: Sequence[Delivery]) -> None:
-        poison = torch.where(alarm(), math.nan, 0.0)
+    def spoil(self, wrong: Callable[[], Tensor], deliveries: Sequence[Delivery]) -> None:
+        poison = torch.where(wrong(), math.nan, 0.0)
         for delivery in deliveries:
             if isinstance(delivery, ShardedDelivery):
                 for region in delivery.parts:
@@ -178,8 +178,8 @@ class ShardingInBackward(Sharding):
         super().delivered()
         self._in_backward.ended()
 
-    def alarmed(self, alarm: Callable[[], Tensor], deliveries: Sequence[Delivery]) -> None:
-        self._in_backward.spoil(alarm())
+    def spoil(self, wrong: Callable[[], Tensor], deliveries: Sequence[Delivery]) -> None:
+        self._in_backward.spoil(wrong())
 
 
 def _regions_of(buffer: CommBuffer) -> Sequence[Region]:

@@ -151,11 +151,11 @@ class Shards:
                     self._gather(shard, late=True)
                 increment_version(params.params)  # a graph that still needs the old values must not get the new ones
 
-    def spoil(self, alarm: Tensor) -> None:
+    def spoil(self, wrong: Tensor) -> None:
         """As that of `Updates`."""
         for shard in self._shards:
             flat = shard.flat_params.flat
-            flat.add_(torch.where(alarm, math.nan, 0.0).to(flat))
+            flat.add_(torch.where(wrong, math.nan, 0.0).to(flat))
 
     def _update(self, shard: Shard, touched: Sequence[bool], *, late: bool) -> None:
         if self._failure is None:

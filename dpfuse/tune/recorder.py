@@ -43,7 +43,7 @@ class _Backward:
     delivered: Stamp = None  # all gradients are averaged
 
 
-class BackwardRecorder(listening.BackwardRecorder):
+class BackwardRecorder(listening.ReadyRecorder):
     """Records when a backward begins and ends, when gradients are ready, and how buckets travel.
 
     On CUDA it records events, and waits for them only when the times are read.

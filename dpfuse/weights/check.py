@@ -31,12 +31,12 @@ from dpfuse.engine.phase import IDLE, Phase
 from dpfuse.engine.plan import Bucket
 from dpfuse.engine.protocols import PackStep
 from dpfuse.engine.report import Compared, Report
-from dpfuse.engine.report_layout import Place, Question
+from dpfuse.engine.report_layout import Question, ReportPlace
 from dpfuse.engine.streams import capturing
 from dpfuse.engine.user_line import warn_at_user
 from dpfuse.errors import DPFuseError, WeightsWarning
 from dpfuse.weights.examination import Differences, compare, measure
-from dpfuse.weights.finding import CODE, OF_BACKWARDS, OTHER_TENSORS, Finding, Words, tell_other_tensors
+from dpfuse.weights.finding import CODE, OF_BACKWARDS, OTHER_TENSORS, Drift, Phrases, tell_other_tensors
 from dpfuse.weights.hashing import Hashing, Hold
 from dpfuse_kernels.bit_hash import BITS
 
@@ -83,7 +83,7 @@ class WeightsCheck(Feature):
     """
 
     _averages: Averages
-    _place: Place
+    _place: ReportPlace
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class WeightsCheck(Feature):
         group: dist.ProcessGroup,
         *,
         raises: bool,
-        words: Words = OF_BACKWARDS,
+        words: Phrases = OF_BACKWARDS,
         hold: Hold | None = None,
     ) -> None:
         self.known: dict[str, int] = {}
@@ -327,7 +327,7 @@ class WeightsCheck(Feature):
         own = hashing if takes_part else None
         first = max(self._last_equal(hashing, place) for place in new)
         apart = measure(own, self._after_step, new, first, self._group, device)
-        finding = Finding(
+        finding = Drift(
             names=tuple(names[place] for place in new),
             count=len(names),
             numels=tuple(hashing.numel(place) for place in new),

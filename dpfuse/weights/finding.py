@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["CODE", "OF_BACKWARDS", "OTHER_TENSORS", "Finding", "Measured", "Words", "tell_known", "tell_other_tensors"]
+__all__ = ["CODE", "OF_BACKWARDS", "OTHER_TENSORS", "Drift", "Measured", "Phrases", "tell_known", "tell_other_tensors"]
 
 CODE = "DPF-W01"  # weights differ
 OTHER_TENSORS = "DPF-W02"  # the ranks have other parameters, so that nothing can be compared
@@ -17,7 +17,7 @@ REMEDY = (
 
 
 @dataclass(frozen=True)
-class Words:
+class Phrases:
     """How a message calls what averages, and what sends weights.
 
     Args:
@@ -29,7 +29,7 @@ class Words:
     synchronize: str
 
 
-OF_BACKWARDS = Words(
+OF_BACKWARDS = Phrases(
     "the averaged backward", "call model.synchronize_weights() on every rank, which sends rank 0's weights"
 )
 
@@ -52,7 +52,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Finding:
+class Drift:
     """Parameters that differ.
 
     Args:
@@ -78,7 +78,7 @@ class Finding:
     size: int
     measured: tuple[Measured, ...]
     measured_count: int
-    words: Words = OF_BACKWARDS
+    words: Phrases = OF_BACKWARDS
 
     def text(self, rank: int) -> str:
         """Return the message for this rank; apart from its number it is the same on every rank."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dpfuse.engine.comm_buffer import dense_stride
 from dpfuse.engine.torch_private import no_graph
-from dpfuse.weights.host_hash import folded, hash_of, joined_hash_of
+from dpfuse.weights.host_hash import folded, hash_of_memory, joined_hash_of
 from dpfuse.weights.pieces import slices_of
 from dpfuse_kernels import BitHashTable, Piece, bit_hash
 from dpfuse_kernels.bit_hash import BITS, write_bits
@@ -126,7 +126,7 @@ class Hashing:
             memory = None if place in but else self.memory_of(place)
             if memory is not None:
                 width = memory.element_size()
-                yield hash_of(memory[start // width : (start + nbytes) // width], seed)
+                yield hash_of_memory(memory[start // width : (start + nbytes) // width], seed)
 
     @torch.no_grad()
     def each(self) -> Tensor:
@@ -153,7 +153,7 @@ class Hashing:
     @staticmethod
     def _host(memory: Tensor) -> int:
         step = (16 << 20) // memory.element_size()
-        return folded([hash_of(memory[start : start + step], 0) for start in range(0, memory.numel(), step)])
+        return folded([hash_of_memory(memory[start : start + step], 0) for start in range(0, memory.numel(), step)])
 
     def _found(self, places: Iterable[int]) -> dict[int, Tensor]:
         return {place: found for place in places if (found := self._dense(place)) is not None}

@@ -13,7 +13,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-__all__ = ["folded", "hash_of", "joined_hash_of"]
+__all__ = ["folded", "hash_of_memory", "joined_hash_of"]
 
 ROW = 512  # integers of 64 bits
 DIRECT = 16 << 10  # integers of 32 bits that are multiplied one by one: for so few, sums of rows would cost more
@@ -32,7 +32,7 @@ def _table() -> Tensor:
     return mixed | 1
 
 
-def hash_of(memory: Tensor, seed: int) -> int:
+def hash_of_memory(memory: Tensor, seed: int) -> int:
     """Return the hash of all bits of a tensor, below 2**64.
 
     Each number of 64 bits belongs to a row and to a column of a table. The sums of rows and columns are hashed, so the
@@ -44,7 +44,7 @@ def hash_of(memory: Tensor, seed: int) -> int:
         seed: another one gives another hash of the same bits; from 0 on.
 
     Example:
-        >>> hash_of(torch.tensor([1.0, 2.0]), 0) != hash_of(torch.tensor([2.0, 1.0]), 0)
+        >>> hash_of_memory(torch.tensor([1.0, 2.0]), 0) != hash_of_memory(torch.tensor([2.0, 1.0]), 0)
         True
     """
     words = _words(memory)

@@ -57,7 +57,7 @@ class NotedReport:
     def used_somewhere(self, indices):
         return self.used.intersection(indices)
 
-    def alarm(self):
+    def wrong(self):
         return torch.tensor(False)
 
 
@@ -174,7 +174,7 @@ class Bench:
             decline=lambda: self.log.append(("decline",)),
             check_group=self.check_group,
             install=self.install,
-            guard=self.guarded.append,
+            spoil=self.guarded.append,
             answer=lambda question: self.log.append(("answer", question)),
         )
         self.reducer = Reducer(in_use, wiring)

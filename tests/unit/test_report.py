@@ -86,7 +86,7 @@ def test_a_number_that_differs_is_no_failure(numbers, differ, dtype):
         for report in reports:
             assert report.read(outcome(), wait=True, gather=False).all_well
             assert report.bits.differs is differ
-            assert not report.alarm()
+            assert not report.wrong()
     for report in reports:
         report.bits.pairs.zero_()  # says nothing any more
     sum_over_ranks(reports, well, dtype)
@@ -160,7 +160,7 @@ def test_all_ranks_read_what_each_has_told(every, same, dtype, scale):
         assert reading.failed() == (sorted(failed) if len(numbered) == 1 else [])
         assert reading.changed() == (sorted(changed) if len(numbered) == 1 else [])
         if rank not in numbered:
-            assert bool(report.alarm()) is not expected.all_well
+            assert bool(report.wrong()) is not expected.all_well
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1e6, -1e6, 0.25])
@@ -203,7 +203,7 @@ def test_a_rank_without_inputs_has_not_changed_its_model():
     reports = [make_report(0), make_report(1, elsewhere=True)]
     outcomes = [outcome(changed=True), outcome()]
     sum_over_ranks(reports, outcomes)
-    assert reports[1].alarm()
+    assert reports[1].wrong()
     assert [report.read(own, wait=True, gather=False) for report, own in zip(reports, outcomes, strict=True)] == [
         Reading(any_changed=True, rank=0)
     ] * 2
@@ -399,7 +399,7 @@ def test_a_report_on_cuda_is_read_one_backward_later(device):
     ]:
         land(report, other)
         assert report.read(outcome(), wait=False, gather=False) == read
-        assert bool(report.alarm()) is not (other == outcome()), "the device knows at once"
+        assert bool(report.wrong()) is not (other == outcome()), "the device knows at once"
         assert [event.waited for event in device] == [True] * (len(device) - 1) + [False], "the host did not wait"
 
 
@@ -412,7 +412,7 @@ def test_on_cuda_every_rank_hears_one_backward_later_that_one_asks_whether_it_wa
         other.question.asks = asks
         report.landed((report.source(outcome()) + other.source(outcome())).as_subclass(OnDevice))
         assert report.read(outcome(), wait=bool(wait), gather=False).all_well
-        assert not report.alarm()
+        assert not report.wrong()
         heard.append(report.asked)
     assert heard == [(), (), (report.question,)]
 
@@ -427,7 +427,7 @@ def test_on_cuda_every_rank_hears_one_backward_later_that_numbers_differ_whether
         write_number(number, other.bits.pairs)
         report.landed((report.source(outcome()) + other.source(outcome())).as_subclass(OnDevice))
         assert report.read(outcome(), wait=bool(wait), gather=False).all_well
-        assert not report.alarm(), "the gradients are right"
+        assert not report.wrong(), "the gradients are right"
         heard.append(report.bits.differs)
     assert heard == [False, False, True]
 
@@ -469,7 +469,7 @@ def test_while_a_graph_is_captured_only_this_ranks_own_failure_is_known(wait, mo
     report.landed(torch.full((report.numel,), 0.1))
     assert report.unreadable
     assert report.read(outcome(), wait=wait, gather=True) == ALL_WELL
-    assert report.alarm(), "the device knows"
+    assert report.wrong(), "the device knows"
     assert report.read(outcome(failed=True), wait=wait, gather=True) == Reading(any_failed=True, rank=1)
 
 
@@ -506,6 +506,6 @@ def test_a_captured_graph_packs_the_same_memory_and_what_was_told_last(monkeypat
 def test_a_number_that_is_none_is_alarming():
     reports = [make_report(rank) for rank in range(2)]
     total = sum_over_ranks(reports, [outcome()] * 2)
-    assert not reports[0].alarm()
+    assert not reports[0].wrong()
     total[(total == 0).nonzero()[0]] = math.nan
-    assert reports[0].alarm()
+    assert reports[0].wrong()

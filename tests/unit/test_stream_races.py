@@ -21,8 +21,8 @@ from dpfuse.engine import assembly, report, sync
 from dpfuse.engine.bucket import GradBucket
 from dpfuse.engine.exchanges import in_place, ordered
 from dpfuse.engine.feeds.eager import Eager
-from dpfuse.engine.guard import DeviceGuard
 from dpfuse.engine.reducer import Reducer
+from dpfuse.engine.spoiler import Spoiler
 from dpfuse.engine.streams import SideStream, WritingStreams
 from tests.cuda_model import Cuda, RaceError, StreamGroup
 
@@ -97,7 +97,7 @@ def cuda(monkeypatch):
     monkeypatch.setattr(assembly, "LEAST", 0)
     monkeypatch.setattr(ordered, "new_stream", device.Stream)
     monkeypatch.setattr(Eager, "suits", staticmethod(lambda *_: False))
-    monkeypatch.setattr(sync, "guard_of", lambda params, size, squares=(): DeviceGuard(params, squares))
+    monkeypatch.setattr(sync, "spoiler_of", lambda params, size, squares=(): Spoiler(params, squares))
     monkeypatch.setattr(report.Report, "is_on_cpu", property(lambda _: False, lambda _, value: None), raising=False)
     return device
 

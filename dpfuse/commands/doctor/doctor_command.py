@@ -23,7 +23,7 @@ from dpfuse.commands.doctor.changed_files import MOST, Snapshot, folders_of, sna
 from dpfuse.commands.doctor.findings import findings_of, remarks_of
 from dpfuse.commands.doctor.numbers import EXACT_RANKS, judge
 from dpfuse.commands.doctor.page import page
-from dpfuse.commands.doctor.report import Report
+from dpfuse.commands.doctor.report import DoctorReport
 from dpfuse.commands.doctor.runs import TITLES, Plan, Run, run_once
 from dpfuse.commands.doctor.speed import measure
 from dpfuse.commands.doctor.summary import summary
@@ -89,7 +89,7 @@ def doctor(wish: Wish, arguments: list[str]) -> int:
     return report.exit_code
 
 
-def _examined(wish: Wish, folder: Path, arguments: list[str]) -> Report:
+def _examined(wish: Wish, folder: Path, arguments: list[str]) -> DoctorReport:
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     ranks = wish.ranks or gpus or RANKS_WITHOUT_GPUS
     deep = max(2, min(DEEP, wish.steps // 4))
@@ -128,7 +128,7 @@ def _examined(wish: Wish, folder: Path, arguments: list[str]) -> Report:
         "machine": machine_facts(torch.device("cuda" if gpus else "cpu")),
         "versions": software_versions(),
     }
-    return Report(
+    return DoctorReport(
         shlex.join(["dpfuse", *arguments]),
         runs,
         numbers,
@@ -207,7 +207,7 @@ def _failure(run: Run) -> str:
     return f"the program runs under torch DDP and fails under {under}, in run {run.number}: {run.reason()}"
 
 
-def _keep_logs(report: Report, out: Path) -> None:
+def _keep_logs(report: DoctorReport, out: Path) -> None:
     """Copy what the ranks have printed where a run has failed."""
     for run in report.runs:
         if run.failed and run.log.exists():

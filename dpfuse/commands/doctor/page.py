@@ -8,7 +8,7 @@ from html import escape
 from dpfuse.commands.doctor.charts import bars, lines
 from dpfuse.commands.doctor.findings import Finding
 from dpfuse.commands.doctor.numbers import losses_of
-from dpfuse.commands.doctor.report import Report
+from dpfuse.commands.doctor.report import DoctorReport
 from dpfuse.commands.doctor.runs import TITLES
 from dpfuse.commands.doctor.speed import WORDS
 from dpfuse.commands.doctor.summary import ANSWERS, comparison
@@ -48,7 +48,7 @@ COLOURS = "".join(
 SHOWN = 200  # files of a list
 
 
-def page(report: Report) -> str:
+def page(report: DoctorReport) -> str:
     """Return the page as text."""
     parts = [
         _answers(report),
@@ -66,7 +66,7 @@ def page(report: Report) -> str:
     )
 
 
-def _answers(report: Report) -> str:
+def _answers(report: DoctorReport) -> str:
     numbers, speed = report.numbers, report.speed
     same = ANSWERS[numbers.result] if numbers is not None else "not compared"
     fine = numbers is not None and numbers.fine
@@ -86,7 +86,7 @@ def _answers(report: Report) -> str:
     return f'{failure}<ul class="answers">{items}</ul>'
 
 
-def _numbers(report: Report) -> str:
+def _numbers(report: DoctorReport) -> str:
     numbers = report.numbers
     if numbers is None:
         return ""
@@ -104,7 +104,7 @@ def _numbers(report: Report) -> str:
     return "".join(parts)
 
 
-def _speed(report: Report) -> str:
+def _speed(report: DoctorReport) -> str:
     speed = report.speed
     if not speed.timings:
         return "<h2>How fast?</h2><p>There were too few steps to say.</p>"
@@ -139,7 +139,7 @@ def _speed(report: Report) -> str:
     return "".join(parts)
 
 
-def _findings(report: Report) -> str:
+def _findings(report: DoctorReport) -> str:
     parts = ["<h2>What is wrong?</h2>"]
     parts.append(_table_of(report.findings) if report.findings else "<p>Nothing was found.</p>")
     if report.remarks:
@@ -152,7 +152,7 @@ def _table_of(findings: Sequence[Finding]) -> str:
     return _table(("code", "what", "in words", "seen in"), rows)
 
 
-def _safety(report: Report) -> str:
+def _safety(report: DoctorReport) -> str:
     rows = [
         (run.title, "ended by the doctor" if run.code is None else str(run.code), str(run.steps), f"{run.seconds:.1f}")
         for run in report.runs
@@ -169,7 +169,7 @@ def _safety(report: Report) -> str:
     return "".join(parts)
 
 
-def _contents(report: Report) -> str:
+def _contents(report: DoctorReport) -> str:
     facts = ", ".join(f"{name} {value}" for name, value in report.machine["versions"].items() if value)
     machine = report.machine["machine"]
     where = f"{machine['cpu']}, {machine['cores']} cores" + (f", {machine['gpu']}" if machine["gpu"] else "")

@@ -12,13 +12,13 @@ from dpfuse.commands.doctor.numbers import Numbers, losses_of
 from dpfuse.commands.doctor.runs import Run
 from dpfuse.commands.doctor.speed import Speed
 
-__all__ = ["CANNOT_SAY", "FOUND", "Report"]
+__all__ = ["CANNOT_SAY", "FOUND", "DoctorReport"]
 
 FOUND, CANNOT_SAY = 1, 2  # exit codes
 
 
 @dataclass(frozen=True)
-class Report:
+class DoctorReport:
     """What was found.
 
     Args:

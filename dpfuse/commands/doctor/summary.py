@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator
 
-from dpfuse.commands.doctor.report import Report
+from dpfuse.commands.doctor.report import DoctorReport
 from dpfuse.commands.doctor.runs import TITLES
 from dpfuse.commands.doctor.speed import WORDS
 
@@ -23,7 +23,7 @@ ANSWERS = {
 }
 
 
-def summary(report: Report) -> str:
+def summary(report: DoctorReport) -> str:
     """Return the lines. What does not fit is in the page."""
     lines = list(_lines(report))
     if len(lines) > LINES:
@@ -31,7 +31,7 @@ def summary(report: Report) -> str:
     return "\n".join(lines)
 
 
-def _lines(report: Report) -> Iterator[str]:
+def _lines(report: DoctorReport) -> Iterator[str]:
     if report.failure:
         yield from _entry("no comparison", report.failure)
     numbers, speed = report.numbers, report.speed

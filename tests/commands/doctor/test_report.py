@@ -17,7 +17,7 @@ from dpfuse.commands.doctor.doctor_command import _failure, _terminated_as_inter
 from dpfuse.commands.doctor.findings import Finding, findings_of, remarks_of
 from dpfuse.commands.doctor.numbers import Numbers
 from dpfuse.commands.doctor.page import page
-from dpfuse.commands.doctor.report import Report
+from dpfuse.commands.doctor.report import DoctorReport
 from dpfuse.commands.doctor.runs import Run, _progress
 from dpfuse.commands.doctor.speed import Link, measure
 from dpfuse.commands.doctor.summary import summary
@@ -35,7 +35,7 @@ def report(numbers=EQUAL, findings=(), runs=None, **changes):
     machine = {"machine": machine_facts(torch.device("cpu")), "versions": software_versions()}
     facts = {"changed": {}, "failure": "", "failed_under": "", "remarks": (), **changes}
     facts |= {"speed": measure(runs, 2), "findings": tuple(findings), "machine": machine}
-    return Report("dpfuse doctor train.py '<x>'", runs, numbers, **facts)
+    return DoctorReport("dpfuse doctor train.py '<x>'", runs, numbers, **facts)
 
 
 FINDING = Finding("DPF-L01", "a warning (LoopWarning)", "the sampler is not told the epoch & <more>", ("run 2",))

@@ -13,10 +13,10 @@ from torch import nn
 import dpfuse
 from dpfuse.engine.averaging import Averaging
 from dpfuse.engine.comm_buffer import CommBuffer, zeros_on
-from dpfuse.engine.guard import DeviceGuard, guard_of
 from dpfuse.engine.param_spec import ParamSpec
 from dpfuse.engine.plan import plan_buckets
 from dpfuse.engine.report import ALL_WELL, Report
+from dpfuse.engine.spoiler import Spoiler, spoiler_of
 from dpfuse.engine.sync import GradSync
 
 WRAPS = {
@@ -39,7 +39,7 @@ def as_on_a_gpu():
         before, read[id(self)] = read.get(id(self), ALL_WELL), now
         return before
 
-    guarded = mock.patch("dpfuse.engine.sync.guard_of", side_effect=lambda params, *_: DeviceGuard(params))
+    guarded = mock.patch("dpfuse.engine.sync.spoiler_of", side_effect=lambda params, *_: Spoiler(params))
     stand_ins = {
         "read": deferred,
         "is_on_cpu": property(lambda self: False, lambda self, value: None),
@@ -107,13 +107,13 @@ def test_until_a_peers_failure_is_read_gradients_are_nan(ranks, kind, check):
 
 def views_are_filled_in_their_buffers(rank, size, freezes):
     filled = []
-    fill = DeviceGuard.fill_buffers
+    fill = Spoiler.fill_buffers
 
     def noted(guard, buffers, pairs):
         filled.append(len(buffers))
         fill(guard, buffers, pairs)
 
-    with as_on_a_gpu(), mock.patch.object(DeviceGuard, "fill_buffers", noted):
+    with as_on_a_gpu(), mock.patch.object(Spoiler, "fill_buffers", noted):
         chain = nn.Sequential(*[nn.Linear(3, 3) for _ in range(4)])
         model = dpfuse.DataParallel(chain, None, 4e-5, 4e-5)
         params, x = list(chain.parameters()), torch.ones(2, 3)
@@ -129,7 +129,7 @@ def views_are_filled_in_their_buffers(rank, size, freezes):
         pairs = torch.tensor([1.0, 1.0])
         if not freezes:
             gaps = [buffer.flat.clone() for buffer in buffers]
-            guard = DeviceGuard(params)
+            guard = Spoiler(params)
             fill(guard, buffers, pairs)
             assert all(is_nan(param.grad) for param in params)
             for before, buffer in zip(gaps, buffers, strict=True):
@@ -150,7 +150,7 @@ def test_the_guard_keeps_no_buffer():
     plan = plan_buckets([ParamSpec("a", (4,), "float32")], 1, 1)
     params = [nn.Parameter(torch.ones(4))]
     buffer = CommBuffer(plan.buckets[0], params, ["a"], Averaging("float32", 1.0), zeros=zeros_on("cpu"))
-    guard = DeviceGuard(params)
+    guard = Spoiler(params)
     guard.fill_buffers([buffer], torch.tensor([1.0, 1.0]))
     assert buffer.views[0].isnan().all()
     gone = weakref.ref(buffer.flat)
@@ -177,9 +177,9 @@ def test_there_is_a_guard_only_where_errors_are_late():
     cpu, cuda = [torch.zeros(2)], [mock.Mock(device=torch.device("cuda", 0), dtype=torch.float32)]
     cuda[0].numel.return_value = 2
     cuda[0].is_complex.return_value = False
-    assert guard_of(cpu, 2) is None
-    assert guard_of(cuda, 1) is None
-    assert isinstance(guard_of(cuda, 2), DeviceGuard)
+    assert spoiler_of(cpu, 2) is None
+    assert spoiler_of(cuda, 1) is None
+    assert isinstance(spoiler_of(cuda, 2), Spoiler)
 
 
 @pytest.mark.parametrize("face", [dpfuse.DataParallel, dpfuse.DistributedDataParallel])

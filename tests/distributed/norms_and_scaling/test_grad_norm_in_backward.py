@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import dpfuse
 from dpfuse.comm.abilities import Abilities
-from dpfuse.engine.guard import DeviceGuard
+from dpfuse.engine.spoiler import Spoiler
 from dpfuse.gradients.square_sum import _MeasuredViews
 from tests.distributed.in_place import copied, large_from
 from tests.distributed.norms_and_scaling.test_grad_norm import CHANGES, SOME, Net, check, copies, exact_norm, unscaled
@@ -260,7 +260,7 @@ def said(alarm):
 
 
 def test_a_guard_spoils_the_sums_of_the_buckets_in_use(group, monkeypatch):
-    monkeypatch.setattr("dpfuse.engine.sync.guard_of", lambda params, size: DeviceGuard(params))
+    monkeypatch.setattr("dpfuse.engine.sync.spoiler_of", lambda params, size: Spoiler(params))
     model = measured("views")
     model.module.extra = nn.Parameter(torch.ones(3))
     model(1)

@@ -15,12 +15,12 @@ from dpfuse_kernels import SpoilTable, spoil
 from dpfuse_kernels.seen import Seen
 from dpfuse_kernels.spoil import any_pair
 
-__all__ = ["DeviceGuard", "guard_of"]
+__all__ = ["Spoiler", "spoiler_of"]
 
 _grad_of = attrgetter("grad")
 
 
-class DeviceGuard:
+class Spoiler:
     """Fills the gradients of some parameters with NaN where numbers on the device say that they are wrong.
 
     On CUDA the host reads the report of the peers one step later. Until then, NaN keeps such gradients from being used.
@@ -75,9 +75,9 @@ class DeviceGuard:
             torch._foreach_add_(self._squares, [poison] * len(self._squares))  # else the host would read the value
 
 
-def guard_of(params: Sequence[Tensor], world_size: int, squares: Sequence[Tensor] = ()) -> DeviceGuard | None:
+def spoiler_of(params: Sequence[Tensor], world_size: int, squares: Sequence[Tensor] = ()) -> Spoiler | None:
     """Return a guard if one is needed: on a CPU errors are raised in the same backward; one rank has no peers."""
-    return DeviceGuard(params, squares) if params[0].device.type == "cuda" and world_size > 1 else None
+    return Spoiler(params, squares) if params[0].device.type == "cuda" and world_size > 1 else None
 
 
 def _tables_of(buffers: Sequence[CommBuffer]) -> list[tuple[SpoilTable, list[int]]]:
