@@ -63,8 +63,9 @@ class NoWindow(Window):
     def reached(self, window: int) -> None:
         """Nothing."""
 
-    def backward_begins(self, **_: Any) -> None:
-        """Nothing."""
+    def backward_begins(self, **_: Any) -> bool:
+        """Every backward synchronises outside of `no_sync()`."""
+        return self.require_sync
 
     def gradients_accumulated(self) -> None:
         """Nothing."""

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from statistics import median
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -63,9 +64,10 @@ class _Health:
         for _ in range(STEPS):
             self.model.zero_grad()
             self.model().backward()
-        self._step = 0
         self.told: str | None = None  # the report of our last step on non-finite gradients
-        self._check = FiniteCheck(raises=False, late=device == "cuda", rank=0, step=lambda: self._step)
+        self._check = FiniteCheck(raises=False, late=device == "cuda")
+        self._steps = SimpleNamespace(completed=-1)  # counted from 0
+        self._check.join(self._steps)
         assert self.model.reducer is not None
         self.parts = [self._part(order, bucket) for order, bucket in enumerate(self.model.reducer.buckets)]
         self.params = list(self.model.parameters())
@@ -87,13 +89,13 @@ class _Health:
             flatten(part.gradients, part.table, scale=SCALE, matched=True)
 
     def ours(self, limit: float | None = None) -> Tensor:
-        self._step += 1
+        self._steps.completed += 1
         for part in self.parts:
             arguments = PackArguments(part.table, (), SCALE)
             part.counting.before(arguments)
             flatten(part.gradients, part.table, scale=SCALE, counts=arguments.counts, matched=True)
             part.counting.after(arguments)
-        self.told = self._check.text(self._step)
+        self.told = self._check.text(self._steps.completed + 1)
         return self.model.clip_grad_norm_(self.limit if limit is None else limit)
 
     def scaler(self) -> Tensor:

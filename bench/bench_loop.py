@@ -31,7 +31,9 @@ SETTLED = 40  # steps, after which each rule has decided, or looks as it does fr
 ROUND = 128  # steps, of which two compare the ranks
 WRAPS = ("checked", "checked again", "not checked")
 CALLS = "its calls"
-METHODS = ("forward_begins", "tell", "opened", "left", "delivered", "before_step", "after_step")  # of the check
+METHODS = (  # of the check
+    "forward_begins", "tell", "backward_begins", "local_backward_ended", "delivered", "before_step", "after_step"
+)  # fmt: skip
 
 
 def time_loop(
@@ -54,14 +56,14 @@ def time_loop(
 
     results = time_in_turns(build, make, dict.fromkeys(WRAPS, "not checked"), effort, steps)
     workload = build()
-    run, check = _round("checked", workload, backwards, steps)
-    calls = time_calls(run, check, METHODS, steps, effort.rounds * effort.rebuilds)
+    run, sync = _round("checked", workload, backwards, steps)
+    calls = time_calls(run, sync.loop, sync.grads.events, METHODS, steps, effort.rounds * effort.rebuilds)
     calls.facts["parameters"] = len(list(workload.module.parameters()))
     return results | {CALLS: asdict(calls)}
 
 
 def _round(name: str, workload: Workload, backwards: int, steps: int) -> tuple[Callable[[], None], Any]:
-    """So many steps of the wrapped workload, which averages rightly; and its check."""
+    """So many steps of the wrapped workload, which averages rightly; and its synchronisation."""
     # The comparison of weights is off: it takes other slices in each step.
     level = "off" if name == "not checked" else "raise"
     model = dpfuse.DataParallel(workload.module, check_loop=level, check_weights="off")
@@ -79,7 +81,7 @@ def _round(name: str, workload: Workload, backwards: int, steps: int) -> tuple[C
     prove_gradients(name, workload.module, lambda: workload.loss(model).backward(), averaged=True)
     optimizer.zero_grad()
     run(SETTLED)
-    return run, model._sync.loop
+    return run, model._sync
 
 
 CASES: dict[str, tuple[Callable[[], Workload], Effort, int]] = {

@@ -29,7 +29,7 @@ __all__ = ["CALLS", "WRAPS", "time_weights"]
 PASS = 60  # steps in which all weights are hashed, of models of up to 512 parameters
 WRAPS = ("compared", "compared again", "not compared")
 CALLS = "its calls"
-METHODS = ("opened", "delivered", "before_step", "after_step")  # of the comparison
+METHODS = ("backward_begins", "delivered", "before_step", "after_step")  # of the comparison
 
 
 def time_weights(build: Callable[[], Workload], effort: Effort) -> dict[str, dict[str, Any]]:
@@ -41,15 +41,15 @@ def time_weights(build: Callable[[], Workload], effort: Effort) -> dict[str, dic
     """
     results = time_in_turns(build, lambda *made: _pass(*made)[0], dict.fromkeys(WRAPS, "not compared"), effort, PASS)
     workload = build()
-    run, check = _pass("compared", workload)
+    run, sync = _pass("compared", workload)
     run()  # the first steps hash what later ones do not
-    calls = time_calls(run, check, METHODS, PASS, effort.rounds * effort.rebuilds)
+    calls = time_calls(run, sync.weights, sync.grads.events, METHODS, PASS, effort.rounds * effort.rebuilds)
     calls.facts["parameters"] = len(list(workload.module.parameters()))
     return results | {CALLS: asdict(calls)}
 
 
 def _pass(name: str, workload: Workload) -> tuple[Callable[[], None], Any]:
-    """So many steps of the wrapped workload, which averages rightly; and its comparison of weights."""
+    """So many steps of the wrapped workload, which averages rightly; and its synchronisation."""
     model = dpfuse.DataParallel(workload.module, check_weights="off" if name == "not compared" else "raise")
     # With a rate of 0 all weights stay as they are, however many steps are timed.
     optimizer = torch.optim.SGD(workload.module.parameters(), lr=0.0)
@@ -61,7 +61,7 @@ def _pass(name: str, workload: Workload) -> tuple[Callable[[], None], Any]:
             optimizer.zero_grad()
 
     prove_gradients(name, workload.module, lambda: workload.loss(model).backward(), averaged=True)
-    return steps, model._sync.weights
+    return steps, model._sync
 
 
 CASES: dict[str, tuple[Callable[[], Workload], Effort]] = {

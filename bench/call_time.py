@@ -8,11 +8,14 @@ from time import thread_time
 from typing import Any
 
 from bench.step_time import StepTimes
+from dpfuse.engine.events import Events, Watcher
 
 __all__ = ["time_calls"]
 
 
-def time_calls(run: Callable[[], None], owner: object, methods: Iterable[str], steps: int, rounds: int) -> StepTimes:
+def time_calls(
+    run: Callable[[], None], owner: Watcher, events: Events, methods: Iterable[str], steps: int, rounds: int
+) -> StepTimes:
     """Time the methods of an object while it is used. They stay timed.
 
     The difference of two whole steps tells nothing where it is below their noise. This tells what is inside the calls,
@@ -21,6 +24,7 @@ def time_calls(run: Callable[[], None], owner: object, methods: Iterable[str], s
     Args:
         run: makes `steps` steps, which call the methods.
         owner: the object; its methods are replaced.
+        events: call these methods.
         methods: their names. None of them may call another one.
         steps: in a run.
         rounds: how often it runs.
@@ -47,6 +51,7 @@ def time_calls(run: Callable[[], None], owner: object, methods: Iterable[str], s
     clock = seconds / calls
     for name in methods:
         setattr(owner, name, timed(getattr(owner, name)))
+    events.refresh()
     times = StepTimes()
     for _ in range(rounds):
         seconds, calls = 0.0, 0

@@ -43,7 +43,7 @@ class Surroundings:
 
     Args:
         board: what the heartbeat of the group reads and writes; None if the group has no heartbeat.
-        events: who is told how each bucket travels.
+        events: of the model, of which some tell how each bucket travels.
         leave: called with the error of a collective that could not start; the group cannot be used after that.
     """
 

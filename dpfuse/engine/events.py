@@ -1,4 +1,4 @@
-"""One door to hear a training: what a watcher may hear, and whom the engine calls for each event."""
+"""The events of a training: what a watcher may hear, and the methods that the engine calls for each event."""
 
 from __future__ import annotations
 
@@ -77,10 +77,10 @@ def overridden(base: type, name: str, *parts: Any) -> tuple[Callable[..., Any], 
 
 
 class Events:
-    """Whom to call for each event: bound methods, in the order of the watchers. Made anew when these change.
+    """For each event the methods to call, in the order of the watchers. They are found when watchers come or go.
 
     Args:
-        watchers: who hears.
+        watchers: the objects that hear.
     """
 
     forward_begins: tuple[Callable[[Inputs], None], ...]
@@ -95,18 +95,18 @@ class Events:
 
     def __init__(self, watchers: Sequence[Watcher] = ()) -> None:
         self._watchers = list(watchers)
-        self._build()
+        self.refresh()
 
     def add(self, watcher: Watcher, *, first: bool = False) -> None:
         """Tell this watcher, too: before or after the others."""
         self._watchers.insert(0 if first else len(self._watchers), watcher)
-        self._build()
+        self.refresh()
         hear_steps(watcher)
 
     def remove(self, watcher: Watcher) -> None:
         """Tell this watcher of no event inside forwards and backwards any more."""
         self._watchers = [each for each in self._watchers if each is not watcher]
-        self._build()
+        self.refresh()
 
     def exchange(self, before: Watcher | None, now: Watcher | None) -> None:
         """Tell `now` in place of `before`, after the others."""
@@ -123,7 +123,8 @@ class Events:
         for watcher in self._watchers:
             hear_steps(watcher)
 
-    def _build(self) -> None:
+    def refresh(self) -> None:
+        """Find the methods again, since a watcher has got others."""
         for name in Events.__annotations__:
             setattr(self, name, overridden(Watcher, name, *self._watchers))
 

@@ -36,7 +36,7 @@ class Engine(Protocol):
 
     @property
     def events(self) -> Events:
-        """Who is told of a training; watchers may come and go."""
+        """What is told of a training; watchers may come and go."""
 
     @property
     def plan(self) -> BucketPlan:

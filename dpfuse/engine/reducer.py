@@ -46,7 +46,7 @@ class Wiring:
         window: decides whether a backward synchronises, and counts what ranks must have in common.
         layout: of the report.
         track: tells the heartbeat what this rank is doing.
-        events: who is told of backwards.
+        events: of the model, to be told of backwards.
         strict: whether to wait for the reports of the peers on a GPU, too.
         warn_unused: whether to warn, once, of parameters without a gradient.
         asks_graph: whether to ask the graph of each backward which parameters it reaches.

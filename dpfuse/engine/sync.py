@@ -51,13 +51,13 @@ class GradSync:
         group: the ranks.
         settings: how gradients are averaged.
         window: counts forwards and backwards, which ranks must have in common.
-        watchers: who is told of a training, in this order; features among them do something besides averaging.
+        watchers: hear a training, in this order; features among them do something besides averaging.
         later: features that may be added later, on one rank before another: they join now.
         wrap: puts a listener of the face in front of the reducer.
 
     Attributes:
         layout: of the report.
-        events: who is told of forwards, backwards and steps.
+        events: what is told of forwards, backwards and steps.
         source: the rank whose ready order all ranks take.
         listening: tells the reducer of backwards.
     """

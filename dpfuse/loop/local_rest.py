@@ -1,6 +1,8 @@
-"""The rule of DPF-L01: a step on a mean over the ranks to which later backwards have added what one rank has."""
+"""The suspicion of DPF-L01: a step on a mean over the ranks to which later backwards have added what one rank has."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from torch.optim import Optimizer
 
@@ -9,41 +11,43 @@ from dpfuse.loop.watched_gradient import WatchedGradient
 
 __all__ = ["LocalRest"]
 
+RARELY = 64  # steps between two looks, at most
+
 
 class LocalRest:
     """Looks whether the last synchronised backward before a step was followed by others, which only this rank has.
 
+    All ranks may have added the same, such as a replayed batch. So this is a suspicion, and the ranks compare their
+    weights after the step. Where these are equal each time, it looks ever less often.
+
     Args:
         watched: a gradient of the optimizer.
-        raises: whether that is an error.
+        suspect: has the ranks compare, with what this rank has seen; returns False where they compare no weights.
     """
 
-    def __init__(self, watched: WatchedGradient, *, raises: bool) -> None:
+    def __init__(self, watched: WatchedGradient, suspect: Callable[[str], bool]) -> None:
         self._watched = watched
-        self._raises = raises
+        self._suspect = suspect
         self._averaged = 0  # such steps in a row, since other code had changed the values
+        self._between = 1  # such steps until it looks again
+        self._left = 0  # of them
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Warn if that is so.
-
-        Args:
-            optimizer: is about to step.
-
-        Raises:
-            DPFuseError: in place of the warning.
-        """
+        """Have the ranks compare if that is so; `optimizer` is about to step."""
         watched = self._watched
         if not watched.rest:
+            return
+        if self._left:
+            self._left -= 1
             return
         # To look waits for the device. A program that averages by itself before each step is looked at ever less often.
         if self._averaged & (self._averaged - 1) or not watched.was_kept:
             self._averaged += 1
             return
-        self._averaged = 0
+        self._averaged, self._left, self._between = 0, self._between - 1, min(2 * self._between, RARELY)
         text = self._text(type(optimizer).__name__)
-        if self._raises:
-            raise findings.error(REST, f'{text} To go on all the same, pass check_loop="warn" to the wrapper.')
-        findings.warn(REST, text)
+        if not self._suspect(text):
+            findings.log(REST, watched.rank, f"rank {watched.rank}: {text}")
 
     def _text(self, optimizer: str) -> str:
         watched = self._watched
@@ -52,7 +56,7 @@ class LocalRest:
         means = "A synchronised backward has" if watched.means == 1 else f"{watched.means} synchronised backwards have"
         line = f" ({'at' if one else 'the last at'} {watched.rest_line})" if watched.rest_line else ""
         return (
-            f"rank {watched.rank}: {optimizer} steps on gradients that are not the mean over the ranks. {means} "
+            f"{optimizer} has stepped on gradients that are not the mean over the ranks. {means} "
             f"written the gradient of {watched.name!r}, and then {backwards} not synchronised{line}; expected the "
             "synchronised backward as the last one before the step. The forward decides: enter no_sync(), or set "
             "require_backward_grad_sync, before the forward of each batch, and synchronise the last batch before the "

@@ -48,7 +48,8 @@ class LoopCheck(Feature):
         module: that is wrapped.
         times: makes what measures how buckets travel.
         rank: of this process.
-        raises: whether a step on gradients that only one rank has is an error.
+        suspect: has the ranks compare their weights after a step, with what this rank has seen; returns False where
+            they compare none.
 
     Attributes:
         failed: whether a rule has failed, so that the check is off.
@@ -62,8 +63,7 @@ class LoopCheck(Feature):
         module: nn.Module,
         times: Callable[[], Times],
         rank: int,
-        *,
-        raises: bool,
+        suspect: Callable[[str], bool],
     ) -> None:
         self._module = module
         self._times = times
@@ -72,7 +72,7 @@ class LoopCheck(Feature):
         self.failed = False
         self._hears_forwards = True
         self._next_change = next_change(0)  # how many averages there are when words begin to travel, or no longer do
-        self._raises = raises
+        self._suspect = suspect
         self._model: Model | None = None  # known in the first backward, as is what follows
         self._comparison: RankComparison | None = None
         self._watched: list[WatchedGradient] = []
@@ -193,14 +193,7 @@ class LoopCheck(Feature):
             self._fail(error)
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Have the rules look, unless it is a step inside a backward.
-
-        Args:
-            optimizer: is about to step.
-
-        Raises:
-            DPFuseError: the gradients are not the mean over the ranks.
-        """
+        """Have the rules look, unless it is a step inside a backward; `optimizer` is about to step."""
         try:
             model = self._model
             if model is None or (model.on_gpu and capturing()):
@@ -218,7 +211,7 @@ class LoopCheck(Feature):
             rules = self._of.get(ref(optimizer))
             if rules is None:
                 self._forget_freed()
-                rules = self._of[ref(optimizer)] = OptimizerRules(model, raises=self._raises)
+                rules = self._of[ref(optimizer)] = OptimizerRules(model, self._suspect)
             before = rules.watched
             rules.before_step(optimizer, self._spares)
             if self._spares or rules.watched is not before:

@@ -53,16 +53,16 @@ class OptimizerRules:
 
     Args:
         model: whose gradients are averaged.
-        raises: whether a step on gradients that only one rank has is an error.
+        suspect: has the ranks compare their weights; see `LocalRest`.
 
     Attributes:
         watched: the gradient; None if the optimizer has none of the model.
     """
 
-    def __init__(self, model: Model, *, raises: bool) -> None:
+    def __init__(self, model: Model, suspect: Callable[[str], bool]) -> None:
         self.watched: WatchedGradient | None = None
         self._model = model
-        self._raises = raises
+        self._suspect = suspect
         self._rules: _Rules | None = None
         self._missed = 0  # steps without a gradient to look at
         self._settled = False  # whether another window like the last one tells the rules nothing
@@ -76,9 +76,6 @@ class OptimizerRules:
         Args:
             optimizer: is about to step.
             spares: gradients that were watched so far, of which it may own some.
-
-        Raises:
-            DPFuseError: the gradients are not the mean over the ranks.
         """
         watched = self.watched
         if self._settled and watched is not None and watched.stepped_as_before(self._length):
@@ -123,7 +120,7 @@ class OptimizerRules:
         self.stop()
         self._settled, self._skipped = False, 0
         self._rules = _Rules(
-            LocalRest(watched, raises=self._raises),
+            LocalRest(watched, self._suspect),
             LocalSteps(watched, self._model),
             CutWindows(watched, self._model),
             ChangedGradients(watched),

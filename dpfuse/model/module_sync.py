@@ -169,16 +169,8 @@ class ModuleSync:
         if options.common["find_slow_ranks"] and board is not None and board.heartbeat is not None:
             self.phases = PhaseTimes(board)
             watchers.append(self.phases)
-        self.loop: LoopCheck | None = None
-        level = options.common["check_loop"]
-        if level != "off":
-            tell_of_group(group)
-            if group.size() > 1:
-                raises, rank = level == "raise", group.rank()
-                self.loop = LoopCheck(module, CommunicationTimes, rank, raises=raises)
-                watchers.append(self.loop)
         self.weights: WeightsCheck | None = None
-        level = options.common["check_weights"]
+        loops, level = options.common["check_loop"], options.common["check_weights"]
         if level == "off":
             leave_alone(params)  # also where they are averaged by hand
         elif group.size() > 1:
@@ -187,7 +179,16 @@ class ModuleSync:
                 lambda: signature.looks,
                 group,
                 raises=level == "raise",
+                raises_suspected=loops == "raise",
             )
+        self.loop: LoopCheck | None = None
+        if loops != "off":
+            tell_of_group(group)
+            if group.size() > 1:
+                suspect = (lambda cause: False) if self.weights is None else self.weights.suspect
+                self.loop = LoopCheck(module, CommunicationTimes, group.rank(), suspect)
+                watchers.append(self.loop)
+        if self.weights is not None:
             watchers.append(self.weights)  # last, since it may raise in `delivered`
         self.grads = GradSync(
             plan,

@@ -34,9 +34,18 @@ from dpfuse.engine.report import Compared, Report
 from dpfuse.engine.report_layout import Question, ReportPlace
 from dpfuse.engine.streams import capturing
 from dpfuse.engine.user_line import warn_at_user
-from dpfuse.errors import DPFuseError, WeightsWarning
+from dpfuse.errors import DPFuseError, LoopWarning, WeightsWarning
 from dpfuse.weights.examination import Differences, compare, measure
-from dpfuse.weights.finding import CODE, OF_BACKWARDS, OTHER_TENSORS, Drift, Phrases, tell_other_tensors
+from dpfuse.weights.finding import (
+    CODE,
+    OF_ANOTHER,
+    OF_BACKWARDS,
+    OTHER_TENSORS,
+    SUSPECTED,
+    Drift,
+    Phrases,
+    tell_other_tensors,
+)
 from dpfuse.weights.hashing import Hashing, Hold
 from dpfuse_kernels.bit_hash import BITS
 
@@ -73,12 +82,14 @@ class WeightsCheck(Feature):
         version: returns a number that changes where `tensors` may return others.
         group: the ranks.
         raises: True raises where weights differ, False warns.
+        raises_suspected: the same for weights that differ after a rank has suspected it.
         words: for the messages.
         hold: how the hashing refers to the parameters; see `Hashing`.
 
     Attributes:
         known: parameters that are known to differ, by name; each with the averaged backward of which that is known.
         question: what differs. All ranks know when it is due.
+        equal_again: how often a suspicion was followed by weights that are equal.
         off: why weights are not compared any more; empty while they are.
     """
 
@@ -92,12 +103,18 @@ class WeightsCheck(Feature):
         group: dist.ProcessGroup,
         *,
         raises: bool,
+        raises_suspected: bool = False,
         words: Phrases = OF_BACKWARDS,
         hold: Hold | None = None,
     ) -> None:
         self.known: dict[str, int] = {}
         self.off = ""
         self.question = Question("weights", self.examine)
+        self.equal_again = 0
+        self._suspicion = Question("weights that a rank suspects", self._examine_soon)
+        self._suspected = False  # whether a rank has, so that the next examination tells
+        self._cause = ""  # what this rank has seen
+        self._raises_suspected = raises_suspected
         self._tensors = tensors
         self._version = version
         self._group = group
@@ -138,6 +155,7 @@ class WeightsCheck(Feature):
         self._averages = engine
         self._place = engine.layout.register("hash of the weights", BITS, compared=True)
         engine.layout.ask(self.question)
+        engine.layout.ask(self._suspicion)
 
     def step(self, order: int, bucket: Bucket, buffer: CommBuffer, report: Report | None) -> PackStep | None:
         """As `Feature.step`: take the report that the next backwards send."""
@@ -281,6 +299,28 @@ class WeightsCheck(Feature):
 
     # --- Where they differ ---
 
+    def suspect(self, cause: str) -> bool:
+        """Have all ranks examine the weights after a step, since this rank has seen what may make them differ.
+
+        It asks in the next averaged backward, and they examine in the one after that.
+
+        Args:
+            cause: what this rank has seen, in sentences; for the message where weights differ.
+
+        Returns:
+            Whether weights are compared at all.
+        """
+        if self.off:
+            return False
+        self._suspicion.asks, self._cause = True, cause
+        return True
+
+    def _examine_soon(self) -> None:
+        """A rank suspects; every rank has heard of it in this backward."""
+        self._suspicion.asks = False
+        self._suspected = self.question.due = True
+        self._noticed = self._averages.completed + 1
+
     def turn_off(self, reason: str) -> None:
         """Compare weights no more.
 
@@ -320,8 +360,10 @@ class WeightsCheck(Feature):
         for name in recovered:
             del self.known[name]
         new = [place for place in found.always if names[place] not in self.known]
+        suspected, self._suspected = self._suspected, False
         if not new:
-            self._count_false_alarm(looked_again=bool(recovered or self.known))
+            self.equal_again += suspected
+            self._count_false_alarm(looked_again=suspected or bool(recovered or self.known))
             return
         self._false_alarms = 0
         own = hashing if takes_part else None
@@ -340,7 +382,11 @@ class WeightsCheck(Feature):
             measured_count=apart.count,
             words=self._words,
         )
-        self._found = CODE, finding.text(self._group.rank())
+        rank = self._group.rank()
+        self._found = CODE, finding.text(rank)
+        if suspected:
+            self._found = SUSPECTED, finding.text(rank, cause=self._cause or OF_ANOTHER)
+            self._cause = ""
         self.known |= dict.fromkeys(finding.names, self._noticed)
 
     def _count_false_alarm(self, *, looked_again: bool) -> None:
@@ -362,8 +408,10 @@ class WeightsCheck(Feature):
 
     def _tell(self, code: str, text: str) -> None:
         # What is trained may be equal where the tensors are not the same ones, so that is no error.
-        if not self._raises or code == OTHER_TENSORS:
-            warn_at_user(WeightsWarning(text, code))
+        raises = self._raises_suspected if code == SUSPECTED else self._raises
+        if not raises or code == OTHER_TENSORS:
+            kind = LoopWarning if code == SUSPECTED else WeightsWarning
+            warn_at_user(kind(text, code))
             return
         error = DPFuseError(text)
         error.code = code
@@ -374,7 +422,7 @@ class WeightsCheck(Feature):
         self.known = {}
         # Ranks count slices by their own steps, of which one without inputs makes none. Averages are common to all.
         self._turn, self._hashed_at, self._empty = self._averages.completed, -1, 0
-        self.question.due = False
+        self.question.due = self._suspicion.asks = self._suspected = False
         self._after_step = self._before_backward = self._found = None
         self._ignored = 1 if self._report is None or not self._report.late else 2
         self._say_nothing()

@@ -5,15 +5,30 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["CODE", "OF_BACKWARDS", "OTHER_TENSORS", "Drift", "Measured", "Phrases", "tell_known", "tell_other_tensors"]
+__all__ = [
+    "CODE",
+    "OF_ANOTHER",
+    "OF_BACKWARDS",
+    "OTHER_TENSORS",
+    "SUSPECTED",
+    "Drift",
+    "Measured",
+    "Phrases",
+    "tell_known",
+    "tell_other_tensors",
+]
 
 CODE = "DPF-W01"  # weights differ
 OTHER_TENSORS = "DPF-W02"  # the ranks have other parameters, so that nothing can be compared
-NAMED = 3  # parameters that are named
-REMEDY = (
-    "Look for what only some ranks do to weights, gradients, learning rates or optimizer states. Load the checkpoint "
-    "from before step {first}, or {how}."
+SUSPECTED = "DPF-L01"  # weights differ after a step on what one rank has added to the mean
+OF_ANOTHER = (
+    "On another rank, backwards that were not synchronised have added to the mean over the ranks before a step; its "
+    "error names the place."
 )
+PAGE = " The page guide/loops.md has a section on DPF-L01."
+NAMED = 3  # parameters that are named
+LOOK = "Look for what only some ranks do to weights, gradients, learning rates or optimizer states. "
+REMEDY = "Load the checkpoint from before step {first}, or {how}."
 
 
 @dataclass(frozen=True)
@@ -80,13 +95,23 @@ class Drift:
     measured_count: int
     words: Phrases = OF_BACKWARDS
 
-    def text(self, rank: int) -> str:
-        """Return the message for this rank; apart from its number it is the same on every rank."""
+    def text(self, rank: int, cause: str = "") -> str:
+        """Return the message for this rank; apart from its number it is the same on every rank.
+
+        Args:
+            rank: of this process.
+            cause: what a rank has seen that may have made them differ, in sentences.
+        """
+        remedy = REMEDY.format(first=self.first + 1, how=self.words.synchronize)
+        if cause:
+            return (
+                f"{SUSPECTED}: rank {rank}: {cause} After the step the weights of the ranks differ. {self._which()} "
+                f"{self._distance()} {remedy}{PAGE}"
+            )
         return (
             f"{CODE}: rank {rank}: the weights of the ranks differ after the optimizer's step, expected equal bits. "
             f"They became different after {self.words.averaged} {self.first} and before {self.last}. {self._which()} "
-            f"{self._ranks()} {self._distance()} {self._kind()}"
-            f"{REMEDY.format(first=self.first + 1, how=self.words.synchronize)}"
+            f"{self._ranks()} {self._distance()} {self._kind()}{LOOK}{remedy}"
         )
 
     def _which(self) -> str:

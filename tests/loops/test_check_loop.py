@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
+from unittest import mock
 
 import pytest
 import torch
@@ -12,50 +14,77 @@ from torch.nn.parallel import DistributedDataParallel
 import dpfuse
 from dpfuse.errors import DPFuseError, LoopWarning
 from dpfuse.loop.findings import findings
+from dpfuse.loop.local_rest import LocalRest
 from dpfuse.loop.watched_gradient import only_rescaled
 from tests.loops.nets import batches, loss_of, mlp
 from tests.operations import Operations
 
 
-def late_switch(model, rank, steps):
-    """The loop of DPF-L01; returns its optimizer's steps, the errors, and the warnings."""
+def late_switch(model, rank, steps, data_of=None):
+    """The loop of DPF-L01; returns its errors, each with the step, and the warnings.
+
+    `data_of` is the rank whose batches this one has.
+    """
     findings.forget()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    loader, errors = batches(rank, 2 * steps), []
+    loader, errors = batches(rank if data_of is None else data_of, 2 * steps), []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", LoopWarning)
-        for _ in range(steps):
+        for step in range(steps):
             optimizer.zero_grad()
             for micro in range(2):
                 x, y = next(loader)
                 loss = loss_of(model(x), y)
                 model.require_backward_grad_sync = micro == 1
-                loss.backward()
-            try:
-                optimizer.step()
-            except DPFuseError as error:
-                errors.append(error)
+                try:
+                    loss.backward()
+                except DPFuseError as error:
+                    errors.append((step, error))
+            optimizer.step()
     return errors, [each for each in caught if isinstance(each.message, LoopWarning)]
 
 
 @pytest.mark.parametrize("face", [dpfuse.DataParallel, dpfuse.DistributedDataParallel])
-def test_the_default_is_an_error_before_each_such_step(rank, size, face):
-    model = face(mlp())
-    before = [param.clone() for param in model.parameters()]
-    errors, warned = late_switch(model, rank, 3)
-    assert [error.code for error in errors] == ["DPF-L01"] * 3
+def test_the_default_is_an_error_two_averages_after_the_first_such_step(rank, size, face):
+    errors, warned = late_switch(face(mlp(), check_weights="warn"), rank, 4)
+    assert [(step, error.code) for step, error in errors] == [(2, "DPF-L01")]
+    assert f"rank {rank}: SGD has stepped on gradients that are not the mean over the ranks" in str(errors[0][1])
+    assert "test_check_loop.py:" in str(errors[0][1])
     assert warned == []
-    assert all(map(torch.equal, before, model.parameters()))
 
 
-def test_warn_goes_on_and_warns_once_at_the_line_of_the_step(rank, size):
-    model = dpfuse.DataParallel(mlp(), check_loop="warn", check_weights="off")
-    errors, warned = late_switch(model, rank, 3)
+def test_a_rank_that_has_seen_nothing_raises_too(rank, size):
+    model = dpfuse.DataParallel(mlp(), check_weights="warn")
+    with mock.patch.object(LocalRest, "before_step") if rank else nullcontext():
+        errors, _ = late_switch(model, rank, 4)
+    ((step, error),) = errors
+    assert (step, error.code) == (2, "DPF-L01")
+    assert ("On another rank, backwards that were not synchronised" in str(error)) is (rank == 1)
+
+
+def test_nothing_is_said_where_all_ranks_have_added_the_same(rank, size):
+    assert late_switch(dpfuse.DataParallel(mlp()), rank, 40, data_of=0) == ([], [])
+
+
+def test_ranks_that_add_the_same_are_looked_at_ever_less_often(rank, size):
+    model = dpfuse.DataParallel(mlp())
+    with mock.patch.object(model._sync.loop, "_suspect", wraps=model._sync.loop._suspect) as suspect:
+        late_switch(model, rank, 40, data_of=0)
+    assert suspect.call_count == 6  # after 1, 2, 4, 8, 16 and 32 steps
+
+
+def test_warn_goes_on_and_warns_once(rank, size):
+    model = dpfuse.DataParallel(mlp(), check_loop="warn", check_weights="warn")
+    errors, warned = late_switch(model, rank, 12)
     assert errors == []
     assert [each.message.code for each in warned] == ["DPF-L01"]
-    assert warned[0].filename == __file__
-    with open(__file__) as source:
-        assert source.readlines()[warned[0].lineno - 1].strip() == "optimizer.step()"
+
+
+def test_where_weights_are_not_compared_it_goes_to_the_log(rank, size):
+    model = dpfuse.DataParallel(mlp(), check_weights="off")
+    with mock.patch.object(findings, "log") as log:
+        assert late_switch(model, rank, 3) == ([], [])
+    assert {call.args[0] for call in log.call_args_list} == {"DPF-L01"}
 
 
 def test_off_looks_at_nothing(rank, size):

@@ -99,15 +99,17 @@ def test_a_check_that_is_off_holds_nothing(rank, size):
 
 
 def test_a_warning_that_the_program_has_made_an_error_is_one(rank, size):
-    model = dpfuse.DataParallel(mlp(), check_loop="warn", check_weights="off")
+    model = dpfuse.DataParallel(mlp(), check_loop="warn", check_weights="warn")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for index, (x, y) in enumerate(batches(rank, 2)):
-        with model.no_sync(enabled=index == 1):
-            loss_of(model(x), y).backward()
     with logged() as said, warnings.catch_warnings():
         warnings.simplefilter("error", LoopWarning)
         with pytest.raises(LoopWarning, match="DPF-L01"):
-            optimizer.step()
+            for index, (x, y) in enumerate(batches(rank, 6)):
+                with model.no_sync(enabled=index % 2 == 1):
+                    loss_of(model(x), y).backward()
+                if index % 2:
+                    optimizer.step()
+                    optimizer.zero_grad()
     assert not model._sync.loop.failed
     assert said == []
 

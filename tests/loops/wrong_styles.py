@@ -150,7 +150,7 @@ def auxiliary_head_in_no_sync(rank, size):
 
 @named("DPF-L01")
 def auxiliary_head_in_no_sync_that_is_registered_last(rank, size):
-    model = dpfuse.DataParallel(Heads(["main", "auxiliary"]), find_unused_parameters=True, check_weights="off")
+    model = dpfuse.DataParallel(Heads(["main", "auxiliary"]), find_unused_parameters=True)
     optimizer = torch.optim.AdamW(model.parameters())
     for x, y in batches(rank, 12):
         loss_of(model(x, "main"), y).backward()

@@ -176,7 +176,7 @@ def test_off_compares_nothing_and_sends_nothing(rank, size):
     trained, other = Trained(rank, check_weights="off"), Trained(rank)
     assert trained.model._sync.weights is None
     elements = [each.model.reducer.in_use.report.numel for each in (trained, other)]
-    assert elements[1] - elements[0] == 66, "a hash of 32 bits and a question, as pairs"
+    assert elements[1] - elements[0] == 68, "a hash of 32 bits and two questions, as pairs"
     flags = 2  # one for each parameter that trains
     assert 4 * (elements[1] - flags) <= 1024, "bytes of the report, at any number of ranks"
     if rank == 0:
