@@ -28,7 +28,6 @@ __all__ = [
     "are_private",
     "compiled_backward",
     "dtensor_of",
-    "has_hooks_of_others",
     "holders_of",
     "is_private",
     "leave_untraced",
@@ -179,15 +178,6 @@ class Hooks:
 
 
 NOTHING = nullcontext()  # one for all uses: making a context costs more than entering it
-
-
-def has_hooks_of_others(param: Any) -> bool:
-    """Whether `param`, on which one wrapper has its hook, has a hook besides: of a user, for its gradient.
-
-    A hook with the attribute `only_reads` is dpfuse's own, and does not count.
-    """
-    read_only = all(getattr(hook, "only_reads", False) for hook in (param._backward_hooks or {}).values())
-    return not read_only or len(param._post_accumulate_grad_hooks or ()) > 1
 
 
 def ranged(name: str, label: str) -> AbstractContextManager[object]:

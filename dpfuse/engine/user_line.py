@@ -7,12 +7,11 @@ import sysconfig
 import warnings
 from types import FrameType
 
-__all__ = ["INSIDE", "Place", "user_frame", "user_line", "user_place", "warn_at_user"]
+__all__ = ["user_frame", "user_line", "warn_at_user"]
 
 LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 DPFUSE = __file__.rpartition("engine")[0]
 INSIDE = (*LIBRARIES, DPFUSE, "<frozen")  # how the paths of files begin that are not the user's
-Place = tuple[tuple[str, int], ...]  # file and line of each function of the user that is running, the innermost first
 
 
 def user_frame(frame: FrameType | None) -> tuple[FrameType | None, int]:
@@ -31,15 +30,6 @@ def user_line() -> str:
     """Return file and line of the user's code that is running, such as "train.py:31"; empty if there is none."""
     frame, _ = user_frame(sys._getframe(1))
     return "" if frame is None else f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
-
-
-def user_place() -> Place:
-    """Return where the user's code is, with its callers. On a GPU a thread of the engine, which has none, gets ()."""
-    place, (frame, _) = [], user_frame(sys._getframe(1))
-    while frame is not None:
-        place.append((frame.f_code.co_filename, frame.f_lineno))
-        frame, _ = user_frame(frame.f_back)
-    return tuple(place)
 
 
 def warn_at_user(warning: str | Warning) -> None:

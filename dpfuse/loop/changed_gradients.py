@@ -16,6 +16,8 @@ STEPS = 32  # for which values are compared
 class ChangedGradients:
     """Counts windows in which other code changes a gradient that is not complete yet.
 
+    A running mean of the gradient is kept so, too. So the finding goes to a log.
+
     On a CPU it compares values from the beginning. On a GPU a copy takes a kernel, so it begins once torch's count of
     writes has shown that something was written.
 
@@ -61,12 +63,12 @@ class ChangedGradients:
             return
         self._windows += 1
         if self._windows == WINDOWS:
-            findings.warn(
+            findings.log(
                 CHANGED_IN_WINDOW,
+                watched.rank,
                 f"rank {watched.rank}: in {self._windows} windows of {type(optimizer).__name__}, the gradient of "
                 f"{watched.name!r} was changed between two backwards that add to it, the last time {watched.changes} "
                 f"times among {watched.length} backwards. The first batches are then scaled more often than the last. "
                 "Expected changes such as clipping or unscaling once, between the last backward and the step. Move "
-                "them there, or divide the loss. If this is meant for each batch, pass "
-                'check_loop="off" to the wrapper.',
+                "them there, or divide the loss.",
             )

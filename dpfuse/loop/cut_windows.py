@@ -2,56 +2,40 @@
 
 from __future__ import annotations
 
-import sys
-
 from torch.optim import Optimizer
 
-from dpfuse.engine.events import Watcher
-from dpfuse.engine.user_line import Place, user_place
 from dpfuse.loop.findings import CUT_WINDOW, findings
-from dpfuse.loop.model import Model
 from dpfuse.loop.watched_gradient import WatchedGradient
 
 __all__ = ["CutWindows"]
 
 WINDOWS = 8  # of the same length, which show how long a window is meant to be
 DROPS = 2  # of the same length, as far from each other as from the beginning: an epoch; others are skipped on purpose
-_Places = tuple[Place, Place]  # of a forward and of its backward
 
 
-class CutWindows(Watcher):
+class CutWindows:
     """Compares the lengths of windows: how many backwards have written a gradient before a step.
 
-    A program may zero the gradient of a batch on purpose, every few steps, such as when it logs a norm. That backward
-    stands at another place in its source than those of its windows. So places are noted once something was zeroed.
+    A program may do so on purpose, and no comparison of ranks tells. So the finding goes to a log.
 
     Args:
         watched: a gradient of the optimizer.
-        model: whose gradients are averaged.
     """
 
-    def __init__(self, watched: WatchedGradient, model: Model) -> None:
+    def __init__(self, watched: WatchedGradient) -> None:
         self._watched = watched
-        self._model = model
         self._length = 0  # of the last window that ended with an average
         self._same = 0  # such windows in a row that had this length
         self._compares = False  # whether the bits of local gradients are copied
         self._between = 0  # such windows since the last drop
         self._drops = 0  # windows of one length that were zeroed, equally far from each other
         self._dropped = (0, 0)  # that length, and how many windows there were before each
-        self._notes = False  # whether places are noted
-        self._running: set[_Places] = set()  # of backwards since the last step, or since something was zeroed
-        self._zeroed: set[_Places] = set()  # of those that were zeroed then
-        self._usually: set[_Places] = set()  # of those before steps
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Compare the window that ends with this step, and those that were zeroed since the last one."""
         watched = self._watched
         if watched.dropped:
             self._look_at_drops(optimizer)
-        if self._notes:
-            self._usually |= self._running
-            self._running, self._zeroed = set(), set()
         if watched.means and not watched.rest:
             self._between += 1
             if watched.length == self._length:
@@ -66,34 +50,12 @@ class CutWindows(Watcher):
     @property
     def settled(self) -> bool:
         """Whether another window that ends with an average, and has this length, changes nothing but numbers."""
-        return not self._notes and (self._length == 1 or self._same >= WINDOWS)
+        return self._length == 1 or self._same >= WINDOWS
 
     def skipped(self, count: int) -> None:
         """Note so many of these windows, of which it was not told."""
         self._between += count
         self._same += count
-
-    def after_step(self, optimizer: Optimizer) -> None:
-        """As `Watcher.after_step`."""
-
-    def backward_begins(self, *, sync: bool, announced: bool) -> None:
-        """Note the place of this backward, and of its forward."""
-        if self._watched.dropped and not self._watched.length and not self._zeroed:
-            self._zeroed, self._running = self._running, set()
-        self._running.add((self._model.forward_place, user_place()))
-
-    def _note_places(self) -> None:
-        if not self._notes:
-            self._notes = True
-            self._model.keeps_places += 1
-            self._model.looking.append(self)
-
-    def stop(self) -> None:
-        """Note no places any more."""
-        if self._notes:
-            self._notes = False
-            self._model.keeps_places -= 1
-            self._model.looking.remove(self)
 
     def _compare_bits(self) -> None:
         """Let the bits of gradients be copied from now on. On a GPU that takes a kernel each time."""
@@ -105,11 +67,12 @@ class CutWindows(Watcher):
         watched = self._watched
         if watched.bits is None:
             self._compare_bits()  # the next time will tell whether the program averages by itself
-        elif not watched.was_kept or self._model.averages_weights(sys._getframe()):
-            self._same = 0  # it does, or averages weights
+        elif not watched.was_kept:
+            self._same = 0  # it does
         else:
-            findings.warn(
+            findings.log(
                 CUT_WINDOW,
+                watched.rank,
                 f"rank {watched.rank}: the last {WINDOWS} windows of {type(optimizer).__name__} that were averaged had "
                 f"{self._usual()} backwards each. This one has {watched.length}, and none of them was synchronised, so "
                 "this step uses gradients of this rank alone. Expected the last batch before each step to be "
@@ -131,11 +94,11 @@ class CutWindows(Watcher):
             self._drops += 1
         else:
             self._drops, self._dropped = 1, (length, self._between)
-            self._note_places()
         self._between = 0
-        if self._drops >= DROPS and self._zeroed <= self._usually:
-            findings.warn(
+        if self._drops >= DROPS:
+            findings.log(
                 CUT_WINDOW,
+                watched.rank,
                 f"rank {watched.rank}: the last {WINDOWS} windows of {type(optimizer).__name__} had {usual} backwards "
                 f"each. {self._drops} windows, of {length} each, were zeroed without a step, so their "
                 "batches taught nothing. Expected a step for each window: step at the end of an epoch, too, behind a "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from weakref import ref
 
@@ -19,10 +18,7 @@ from dpfuse.engine.protocols import PackArguments, PackStep
 from dpfuse.engine.report import Report
 from dpfuse.engine.report_layout import ReportPlace
 from dpfuse.engine.streams import capturing
-from dpfuse.engine.torch_private import has_hooks_of_others
-from dpfuse.engine.user_line import user_place
 from dpfuse.errors import DPFuseError, LoopWarning
-from dpfuse.loop.coming_code import running_lines
 from dpfuse.loop.comparison import RankComparison
 from dpfuse.loop.findings import findings
 from dpfuse.loop.model import Model, Times
@@ -67,7 +63,6 @@ class LoopCheck(Feature):
     ) -> None:
         self._module = module
         self._times = times
-        self._made = running_lines(sys._getframe())
         self._rank = rank
         self.failed = False
         self._hears_forwards = True
@@ -116,8 +111,6 @@ class LoopCheck(Feature):
                 self._order.forward_begins(inputs)
             if self._model is None:
                 return
-            if self._model.keeps_places:
-                self._model.forward_place = user_place()
             if self._model.due and self._comparison is not None:
                 self._comparison.forward_begins(inputs)
         except Exception as error:
@@ -152,8 +145,6 @@ class LoopCheck(Feature):
             self._runs, self._announced = True, announced
             for watched in self._watched:
                 watched.backward_begins(announced=announced)
-            for rule in model.looking:
-                rule.backward_begins(sync=sync, announced=announced)
         except Exception as error:
             self._fail(error)
 
@@ -185,7 +176,7 @@ class LoopCheck(Feature):
                 comparison.delivered()
             if model.averages == self._next_change:
                 model.due = is_due(model.averages)
-                self._hears_forwards = self._order is not None or model.due or model.keeps_places > 0
+                self._hears_forwards = self._order is not None or model.due
                 self._next_change = next_change(model.averages)
             for watched in self._watched:
                 watched.mean_ends()
@@ -216,19 +207,6 @@ class LoopCheck(Feature):
             rules.before_step(optimizer, self._spares)
             if self._spares or rules.watched is not before:
                 self._choose_watched()
-            if model.looking:
-                self._hears_forwards = True
-        except Exception as error:
-            self._fail(error)
-
-    def after_step(self, optimizer: Optimizer) -> None:
-        """As `Watcher.after_step`."""
-        try:
-            model = self._model
-            if model is None or not model.looking or (model.on_gpu and capturing()):
-                return
-            for rule in model.looking.copy():  # which a rule leaves that has decided
-                rule.after_step(optimizer)
         except Exception as error:
             self._fail(error)
 
@@ -258,11 +236,8 @@ class LoopCheck(Feature):
         def params() -> dict[str, Tensor]:
             return dict(zip(names_of(grads.plan), map(leaf_of, grads.params), strict=True))
 
-        def hooked() -> bool:
-            return any(map(has_hooks_of_others, map(leaf_of, grads.params)))
-
         on_gpu = grads.params[0].is_cuda
-        self._model = model = Model(params, hooked, self._rank, grads.events, self._times, self._made, on_gpu=on_gpu)
+        self._model = model = Model(params, self._rank, grads.events, self._times, on_gpu=on_gpu)
         found = best_of({name: param for name, param in params().items() if is_plain(param)})
         some = found[:: max(1, -(-len(found) // SPARES))]
         self._spares = [WatchedGradient(param, name, self._rank) for name, param in some]

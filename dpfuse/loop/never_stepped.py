@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from weakref import WeakKeyDictionary
 
@@ -12,7 +11,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dpfuse.engine.streams import HostCopy
-from dpfuse.loop.coming_steps import may_step
 from dpfuse.loop.findings import NEVER_STEPPED, findings
 from dpfuse.loop.model import Model
 from dpfuse.loop.watched_gradient import Sample, are_comparable, is_plain, sample_of, values_of
@@ -21,6 +19,7 @@ __all__ = ["NeverStepped"]
 
 BEGIN = 2  # averages, after which weights are copied
 AVERAGES = 20  # after that, until they are compared
+LATER = 1000  # averages, until parameters are told of that an optimizer holds which has not stepped
 COMPARED = 16  # parameters
 NAMED = 5  # parameters
 
@@ -52,6 +51,7 @@ class NeverStepped:
         self._samples: list[Sample] = []
         self._compared: Sequence[Tensor] = ()
         self._moving: HostCopy | None = None  # for each of them whether its gradient is more than zeros
+        self._waits_for_step = False  # whether an optimizer has some of the rest, and may step later
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Note what it steps on; say what was found."""
@@ -63,7 +63,11 @@ class NeverStepped:
             params = [param for group in optimizer.param_groups for param in group["params"]]
             self._owned |= {id(param) for param in params} & self._names.keys()
             self._foreign |= {param.dtype for param in params if id(param) not in self._names}
-        if self._moving is not None:
+        if self._waits_for_step:
+            if self._model.averages >= self._first + LATER:
+                self._waits_for_step = False
+                self._compare()
+        elif self._moving is not None:
             self._say(self._moving)
         elif self._samples and self._model.averages >= self._first + AVERAGES:
             self._compare()
@@ -85,18 +89,15 @@ class NeverStepped:
         self._samples = [*map(sample_of, self._compared)]
         self.decided = not rest
 
-    def _waiting(self, rest: Iterable[Tensor]) -> list[Optimizer]:
-        """Return optimizers that have some of these parameters, which none has that has stepped.
+    def _may_step_later(self, rest: Iterable[Tensor]) -> bool:
+        """Whether an optimizer has some of these parameters, which none has that has stepped. Looked for once.
 
         One that wraps another one has the parameters of that. Often it has no hooks, so its steps are not seen.
         """
         wanted = set(map(id, rest))
         optimizers = [each for each in gc.get_objects() if issubclass(type(each), Optimizer)]
-        return [
-            each
-            for each in optimizers
-            if any(id(param) in wanted for group in getattr(each, "param_groups", ()) for param in group["params"])
-        ]
+        groups = (group for each in optimizers for group in getattr(each, "param_groups", ()))
+        return any(id(param) in wanted for group in groups for param in group["params"])
 
     def _rest(self, params: Iterable[Tensor]) -> list[Tensor]:
         return [
@@ -122,9 +123,13 @@ class NeverStepped:
         self._moving = HostCopy(torch.stack(same) & torch.stack(moving))
 
     def _say(self, moving: HostCopy) -> None:
-        self.decided = True
+        self.decided, self._moving = True, None
         rest = self._rest(self._params.values())
-        if not all(moving.read()) or may_step(sys._getframe(), self._model.made, self._waiting(rest)):
+        if not all(moving.read()):
+            return
+        averages = self._model.averages - self._first
+        if averages < LATER and self._may_step_later(rest):
+            self.decided, self._waits_for_step = False, True
             return
         names = [repr(self._names[id(param)]) for param in rest]
         more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
@@ -132,7 +137,7 @@ class NeverStepped:
         stepped = [type(optimizer).__name__ for optimizer in self._groups]
         findings.warn(
             NEVER_STEPPED,
-            f"rank {self._model.rank}: {AVERAGES} backwards averaged gradients of {len(rest)} of {len(self._params)} "
+            f"rank {self._model.rank}: {averages} backwards averaged gradients of {len(rest)} of {len(self._params)} "
             f"parameters, {', '.join(names[:NAMED])}{more}, and no optimizer that has stepped ({', '.join(stepped)}) "
             f"has them. Their weights did not change. That is {nbytes:,} bytes of each backward. Expected an optimizer "
             "of the parameters of this model: make it from the wrapped model, not from another copy, or call its "

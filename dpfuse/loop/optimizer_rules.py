@@ -44,7 +44,7 @@ class _Rules(NamedTuple):
 
     def stop(self) -> None:
         """Let none act between steps any more."""
-        for rule in (self.steps, self.cut, self.changed, self.averaged):
+        for rule in (self.changed, self.averaged):
             rule.stop()
 
 
@@ -122,7 +122,7 @@ class OptimizerRules:
         self._rules = _Rules(
             LocalRest(watched, self._suspect),
             LocalSteps(watched, self._model),
-            CutWindows(watched, self._model),
+            CutWindows(watched),
             ChangedGradients(watched),
             EachAveraged(watched, self._model),
         )

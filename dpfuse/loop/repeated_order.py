@@ -82,8 +82,9 @@ class RepeatedOrder:
             lengths = [len(loader) for loader in loaders if any(each is sampler for each in samplers_of(loader))]
             lengths += [len(sampler) // self._batch_size, -(-len(sampler) // self._batch_size)]
             if sampler.shuffle and sampler.num_replicas > 1 and epoch in lengths:
-                findings.warn(
+                findings.log(
                     SAME_ORDER,
+                    rank,
                     f"rank {rank}: the last {BATCHES} batches were the first {BATCHES} of the training, in the same "
                     f"order. A DistributedSampler with shuffle=True has as many batches as came in between, {epoch}. "
                     f"Its epoch is {sampler.epoch}, and the order depends on it. Expected another order in each epoch: "

@@ -73,8 +73,6 @@ class _GradientHook:
         tracer: says whether to hash.
     """
 
-    only_reads = True  # else the checks of a loop would take it for a hook that averages
-
     def __init__(self, traced: _Traced, index: int, tracer: Tracer) -> None:
         self._traced = traced
         self._index = index

@@ -30,7 +30,7 @@ RULES = [
     (WatchedGradient, "local_ends"),
     (WatchedGradient, "mean_ends"),
     (ChangedGradients, "before_step"),
-    (LocalSteps, "after_step"),
+    (LocalSteps, "before_step"),
     (CommunicationTimes, "bucket_sent"),
     (CommunicationTimes, "bucket_landed"),
 ]

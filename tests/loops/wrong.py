@@ -377,7 +377,7 @@ def second_optimizer_is_never_stepped(rank, size):
     matrices = [param for param in model.parameters() if param.ndim > 1]
     others = [param for param in model.parameters() if param.ndim == 1]
     optimizers = [torch.optim.SGD(matrices, lr=0.01, momentum=0.9), torch.optim.AdamW(others)]
-    for x, y in batches(rank, 24):
+    for x, y in batches(rank, 32):
         loss_of(model(x), y).backward()
         optimizers[0].step()
         for optimizer in optimizers:

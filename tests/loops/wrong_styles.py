@@ -570,7 +570,7 @@ def one_optimizer_of_two_in_a_scaler(rank, size):
             self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
 
         def train(self):
-            for x, y in batches(rank, 24):
+            for x, y in batches(rank, 32):
                 for optimizer in self.optimizers.values():
                     optimizer.zero_grad()
                 self.scaler.scale(loss_of(self.model(x), y)).backward()
@@ -665,7 +665,7 @@ def schedules_of_both_optimizers_step_and_one_optimizer_does_not(rank, size):
             loss_of(model(x), y).backward()
             first.step()
 
-    for epoch in range(2):
+    for epoch in range(3):
         train_epoch(optimizers[0], epoch)
         for schedule in schedules:
             schedule.step()

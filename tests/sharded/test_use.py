@@ -417,7 +417,7 @@ def alarmed(rank, size):
         model.zero_grad()
         loss_of(model, 0, rank).backward()
         sharding = model._sync._dividing
-        sharding.alarmed(lambda alarm=alarm: torch.tensor(alarm), sharding.used)
+        sharding.spoil(lambda alarm=alarm: torch.tensor(alarm), sharding.used)
         norms.append(model.grad_norm().item())
     return norms
 

@@ -256,10 +256,10 @@ def test_asking_is_no_write_to_what_a_graph_has_saved(group):
 
 def said(alarm):
     """A report that says whether something is wrong."""
-    return SimpleNamespace(pairs=lambda: torch.tensor([1.0, float(alarm)]), alarm=lambda: torch.tensor(alarm))
+    return SimpleNamespace(pairs=lambda: torch.tensor([1.0, float(alarm)]), wrong=lambda: torch.tensor(alarm))
 
 
-def test_a_guard_spoils_the_sums_of_the_buckets_in_use(group, monkeypatch):
+def test_a_spoiler_spoils_the_sums_of_the_buckets_in_use(group, monkeypatch):
     monkeypatch.setattr("dpfuse.engine.sync.spoiler_of", lambda params, size: Spoiler(params))
     model = measured("views")
     model.module.extra = nn.Parameter(torch.ones(3))
@@ -269,9 +269,9 @@ def test_a_guard_spoils_the_sums_of_the_buckets_in_use(group, monkeypatch):
     sync = model._sync.grads
     sums = [bucket.parts.delivery.squares.value for bucket in sync.reducer.buckets]
     before = list(map(float, sums))
-    sync._guard(said(False))
+    sync._spoil(said(False))
     assert list(map(float, sums)) == before
-    sync._guard(said(True))
+    sync._spoil(said(True))
     assert all(map(torch.isnan, sums))
 
 

@@ -28,7 +28,7 @@ WRAPS = {
 
 @contextmanager
 def as_on_a_gpu():
-    """Reports are read one step later, and a guard is on the device."""
+    """Reports are read one step later, and a spoiler is on the device."""
     report, read, waited = Report.read, {}, {}
 
     def deferred(self, outcome, *, wait, gather):
@@ -39,13 +39,13 @@ def as_on_a_gpu():
         before, read[id(self)] = read.get(id(self), ALL_WELL), now
         return before
 
-    guarded = mock.patch("dpfuse.engine.sync.spoiler_of", side_effect=lambda params, *_: Spoiler(params))
+    spoiled = mock.patch("dpfuse.engine.sync.spoiler_of", side_effect=lambda params, *_: Spoiler(params))
     stand_ins = {
         "read": deferred,
         "is_on_cpu": property(lambda self: False, lambda self, value: None),
         "was_read": property(lambda self: waited[id(self)]),
     }
-    with mock.patch.multiple(Report, create=True, **stand_ins), guarded:
+    with mock.patch.multiple(Report, create=True, **stand_ins), spoiled:
         yield
 
 
@@ -109,9 +109,9 @@ def views_are_filled_in_their_buffers(rank, size, freezes):
     filled = []
     fill = Spoiler.fill_buffers
 
-    def noted(guard, buffers, pairs):
+    def noted(spoiler, buffers, pairs):
         filled.append(len(buffers))
-        fill(guard, buffers, pairs)
+        fill(spoiler, buffers, pairs)
 
     with as_on_a_gpu(), mock.patch.object(Spoiler, "fill_buffers", noted):
         chain = nn.Sequential(*[nn.Linear(3, 3) for _ in range(4)])
@@ -129,15 +129,15 @@ def views_are_filled_in_their_buffers(rank, size, freezes):
         pairs = torch.tensor([1.0, 1.0])
         if not freezes:
             gaps = [buffer.flat.clone() for buffer in buffers]
-            guard = Spoiler(params)
-            fill(guard, buffers, pairs)
+            spoiler = Spoiler(params)
+            fill(spoiler, buffers, pairs)
             assert all(is_nan(param.grad) for param in params)
             for before, buffer in zip(gaps, buffers, strict=True):
                 between = ~buffer.flat.isnan()
                 assert between.sum() == buffer.flat.numel() - sum(param.numel() for param in buffer.params)
                 assert torch.equal(buffer.flat[between], before[between]), "the report and the gaps are kept"
             buffers[0].renew()
-            fill(guard, buffers, pairs)
+            fill(spoiler, buffers, pairs)
             assert all(view.isnan().all() for buffer in buffers for view in buffer.views)
 
 
@@ -150,8 +150,8 @@ def test_the_guard_keeps_no_buffer():
     plan = plan_buckets([ParamSpec("a", (4,), "float32")], 1, 1)
     params = [nn.Parameter(torch.ones(4))]
     buffer = CommBuffer(plan.buckets[0], params, ["a"], Averaging("float32", 1.0), zeros=zeros_on("cpu"))
-    guard = Spoiler(params)
-    guard.fill_buffers([buffer], torch.tensor([1.0, 1.0]))
+    spoiler = Spoiler(params)
+    spoiler.fill_buffers([buffer], torch.tensor([1.0, 1.0]))
     assert buffer.views[0].isnan().all()
     gone = weakref.ref(buffer.flat)
     del buffer
@@ -163,10 +163,10 @@ def test_a_failure_in_the_first_backward_is_read_at_once(ranks):
 
 
 @pytest.mark.parametrize("check", ["deferred", "strict"])
-def test_nothing_is_guarded_once_the_report_was_read(group, check):
+def test_nothing_is_spoiled_once_the_report_was_read(group, check):
     asked = []
-    guard = mock.patch.object(GradSync, "_guard", lambda sync, report: asked.append(report))
-    with as_on_a_gpu(), guard:
+    spoiler = mock.patch.object(GradSync, "_spoil", lambda sync, report: asked.append(report))
+    with as_on_a_gpu(), spoiler:
         model = dpfuse.DataParallel(nn.Linear(2, 2), check=check)
         for first in (True, False):
             model(torch.ones(2)).sum().backward()
