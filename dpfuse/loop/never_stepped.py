@@ -137,8 +137,8 @@ class NeverStepped:
         stepped = [type(optimizer).__name__ for optimizer in self._groups]
         findings.warn(
             NEVER_STEPPED,
-            f"rank {self._model.rank}: {LATER if averages >= LATER else AVERAGES} backwards averaged gradients of {len(rest)} of {len(self._params)} "
-            f"parameters, {', '.join(names[:NAMED])}{more}, and no optimizer that has stepped ({', '.join(stepped)}) "
+            f"rank {self._model.rank}: {LATER if averages >= LATER else AVERAGES} backwards averaged gradients of "
+            f"{len(rest)} of {len(self._params)} parameters, {', '.join(names[:NAMED])}{more}, and no optimizer that has stepped ({', '.join(stepped)}) "
             f"has them. Their weights did not change. That is {nbytes:,} bytes of each backward. Expected an optimizer "
             "of the parameters of this model: make it from the wrapped model, not from another copy, or call its "
             "step(). Freeze what is not to be trained (requires_grad=False).",
