@@ -138,10 +138,10 @@ class NeverStepped:
         findings.warn(
             NEVER_STEPPED,
             f"rank {self._model.rank}: {LATER if averages >= LATER else AVERAGES} backwards averaged gradients of "
-            f"{len(rest)} of {len(self._params)} parameters, {', '.join(names[:NAMED])}{more}, and no optimizer that has stepped ({', '.join(stepped)}) "
-            f"has them. Their weights did not change. That is {nbytes:,} bytes of each backward. Expected an optimizer "
-            "of the parameters of this model: make it from the wrapped model, not from another copy, or call its "
-            "step(). Freeze what is not to be trained (requires_grad=False).",
+            f"{len(rest)} of {len(self._params)} parameters, {', '.join(names[:NAMED])}{more}, and no optimizer that "
+            f"has stepped ({', '.join(stepped)}) has them. Their weights did not change. That is {nbytes:,} bytes of "
+            "each backward. Expected an optimizer of the parameters of this model: make it from the wrapped model, not "
+            "from another copy, or call its step(). Freeze what is not to be trained (requires_grad=False).",
         )
 
 
