@@ -68,7 +68,7 @@ LOOPS = {
     "accumulation_without_no_sync": "DPF-L10",
     "epoch_of_the_sampler_is_not_set": "DPF-L11",
 }
-ADVICE = ("DPF-L10",)  # it may be meant so, and costs time only
+ADVICE = ("DPF-L02", "DPF-L03", "DPF-L06", "DPF-L10", "DPF-L11")  # it may be meant so
 DRIFTS = (
     "a_weight_is_edited", "another_learning_rate", "a_step_is_left_out", "gradients_are_clipped",
     "a_gradient_is_changed_behind_backward", "states_are_loaded", "weights_get_noise",
