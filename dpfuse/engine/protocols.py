@@ -114,7 +114,7 @@ class Exchange:
         """Queue what follows the first collective, if that needs no waiting."""
 
     def tensors(self, flat: Tensor) -> list[Tensor]:
-        """Return the tensors that travel, for observers."""
+        """Return the tensors that travel, for watchers."""
         return [flat]
 
     def landed(self, work: dist.Work) -> None:

@@ -146,8 +146,8 @@ class CommonOptions(TypedDict, total=False):
         Literal["raise", "warn", "off"],
         Option(
             "raise",
-            'what happens where a training loop is wrong on every rank in the same way. "raise" makes a step on '
-            "gradients that only one rank has an error before that step, and warns of the other findings. "
+            'what happens where a training loop is wrong on every rank in the same way. "raise" makes it an error if '
+            "weights differ after a step to which one rank has added what it alone has, and warns of other findings. "
             '"warn" only warns, "off" looks at nothing. Each finding is said once in a process.',
             _one_of("raise", "warn", "off", remedy='leave it out to hear of loops that are wrong, or pass "off"'),
         ),
