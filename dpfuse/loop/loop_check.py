@@ -16,7 +16,7 @@ from dpfuse.engine.local_part import leaf_of
 from dpfuse.engine.plan import Bucket, BucketPlan
 from dpfuse.engine.protocols import PackArguments, PackStep
 from dpfuse.engine.report import Report
-from dpfuse.engine.report_layout import ReportPlace
+from dpfuse.engine.report_layout import Question, ReportPlace
 from dpfuse.engine.streams import capturing
 from dpfuse.errors import DPFuseError, LoopWarning
 from dpfuse.loop.comparison import RankComparison
@@ -32,6 +32,8 @@ __all__ = ["LoopCheck"]
 
 SPARES = 8  # gradients that are watched until the optimizers are known
 KNOWN = 4  # steps, after which no more optimizer is expected
+SOON = 4  # averages in which words travel after a rank has asked
+PAUSE = 8, 512  # averages before it may ask again, at first and at most: a program may switch modes in each step
 
 
 class LoopCheck(Feature):
@@ -67,6 +69,10 @@ class LoopCheck(Feature):
         self.failed = False
         self._hears_forwards = True
         self._next_change = next_change(0)  # how many averages there are when words begin to travel, or no longer do
+        self._trains: bool | None = None  # whether the module was in training mode in the last forward
+        self._question = Question("modes that a rank has switched", self._compare_soon)
+        self._until = 0  # how many averages there are when the words no longer travel that it has asked for
+        self._silent_until, self._pause = 0, PAUSE[0]
         self._suspect = suspect
         self._model: Model | None = None  # known in the first backward, as is what follows
         self._comparison: RankComparison | None = None
@@ -82,6 +88,7 @@ class LoopCheck(Feature):
     def join(self, engine: Engine) -> None:
         """As `Feature.join`."""
         self._engine, self._place = engine, engine.layout.register("loop", WIDTHS)
+        engine.layout.ask(self._question)
 
     def step(self, order: int, bucket: Bucket, buffer: CommBuffer, report: Report | None) -> PackStep | None:
         """As `Feature.step`."""
@@ -103,18 +110,29 @@ class LoopCheck(Feature):
             self._never_stepped = NeverStepped(self._model)
 
     def forward_begins(self, inputs: Inputs) -> None:
-        """As `Watcher.forward_begins`."""
+        """As `Watcher.forward_begins`. Ask all ranks to compare their modes if that of this one was switched."""
+        model, trains = self._model, self._module.training
+        if trains is not self._trains:
+            switched, self._trains = self._trains is not None, trains
+            if switched and model is not None and model.averages >= self._silent_until:
+                self._question.asks = True
         if not self._hears_forwards:
             return
         try:
             if self._order is not None:
                 self._order.forward_begins(inputs)
-            if self._model is None:
-                return
-            if self._model.due and self._comparison is not None:
+            if model is not None and model.due and self._comparison is not None:
                 self._comparison.forward_begins(inputs)
         except Exception as error:
             self._fail(error)
+
+    def _compare_soon(self) -> None:
+        """Have words travel in the next averages. A rank has asked, and every rank has heard of it in this backward."""
+        self._question.asks = False
+        if self._model is not None:
+            averages = self._model.averages + 1
+            self._until, self._next_change = averages + SOON, averages
+            self._silent_until, self._pause = averages + self._pause, min(2 * self._pause, PAUSE[1])
 
     def tell(self, report: Report, packed: Tensor, bucket: Bucket) -> None:
         """Write into the report, as it is packed behind this bucket, what the ranks are to have in common."""
@@ -175,9 +193,11 @@ class LoopCheck(Feature):
             if comparison.waits:
                 comparison.delivered()
             if model.averages == self._next_change:
-                model.due = is_due(model.averages)
+                asked = model.averages < self._until
+                model.due = asked or is_due(model.averages)
                 self._hears_forwards = self._order is not None or model.due
-                self._next_change = next_change(model.averages)
+                later = next_change(model.averages)
+                self._next_change = min(later, self._until) if asked else later
             for watched in self._watched:
                 watched.mean_ends()
         except Exception as error:

@@ -28,7 +28,8 @@ class SameRates:
 
     def __init__(self, model: Model) -> None:
         self._model = model
-        self._owned: WeakKeyDictionary[Optimizer, tuple[int, int]] = WeakKeyDictionary()  # number of groups, a hash
+        # By optimizer, the number of its groups, a hash, and the places of the groups of the model.
+        self._owned: WeakKeyDictionary[Optimizer, tuple[int, int, list[int]]] = WeakKeyDictionary()
         self._rates: dict[tuple[str, int], list[float]] = {}  # by name of an optimizer, and that hash
         self._known = True
         self._backwards = 0
@@ -36,25 +37,28 @@ class SameRates:
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Note the rates of this optimizer."""
-        owned = self._hash_of(optimizer)
+        owned, places = self._owned_by(optimizer)
         if not owned:
             return
-        rates: list[Any] = [group.get("lr") for group in optimizer.param_groups]
+        rates: list[Any] = [optimizer.param_groups[place].get("lr") for place in places]
         if all(type(rate) in (int, float) for rate in rates):
             self._rates[type(optimizer).__name__, owned] = rates
         else:
             self._known = False
 
-    def _hash_of(self, optimizer: Optimizer) -> int:
-        """Return a hash of which parameters of the model it steps on; 0 if there is none."""
-        count, owned = self._owned.get(optimizer, (0, 0))
+    def _owned_by(self, optimizer: Optimizer) -> tuple[int, list[int]]:
+        """Return a hash of which parameters of the model it steps on, or 0, and the places of their groups.
+
+        Other groups are of this rank alone, such as those of a personal layer.
+        """
+        count, owned, places = self._owned.get(optimizer, (0, 0, []))
         if count != len(optimizer.param_groups):
             names = {id(param): name for name, param in self._model.params().items()}
             groups = [[names.get(id(param)) for param in group["params"]] for group in optimizer.param_groups]
-            found = any(name is not None for group in groups for name in group)
-            owned = crc32(repr(groups).encode()) | 1 if found else 0
-            self._owned[optimizer] = len(groups), owned
-        return owned
+            places = [place for place, group in enumerate(groups) if any(name is not None for name in group)]
+            owned = crc32(repr([groups[place] for place in places]).encode()) | 1 if places else 0
+            self._owned[optimizer] = len(groups), owned, places
+        return owned, places
 
     def words(self) -> Mapping[str, Word]:
         """Return what is compared."""

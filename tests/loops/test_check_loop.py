@@ -101,6 +101,51 @@ def test_patch_warns_unless_it_is_told_otherwise(rank, size):
         assert DistributedDataParallel(mlp(), check_loop="off")._options.common["check_loop"] == "off"
 
 
+def modes(model, rank, steps, mode_of):
+    """Train so many steps in the modes that `mode_of` gives each rank; return the steps in which L08 was said."""
+    findings.forget()
+    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.0), []
+    for step, (x, y) in enumerate(batches(rank, steps)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", LoopWarning)
+            model.train(mode_of(step))
+            loss_of(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found += [step for each in caught if isinstance(each.message, LoopWarning) and each.message.code == "DPF-L08"]
+    return found
+
+
+@pytest.mark.parametrize("from_step", [1, 60])
+def test_a_rank_that_switches_its_mode_is_named_within_four_steps(rank, size, from_step):
+    def mode_of(step):
+        return rank == 0 or step < from_step
+
+    (step,) = modes(dpfuse.DataParallel(mlp()), rank, from_step + 20, mode_of)
+    assert step <= max(from_step, 3) + 4
+
+
+def test_ranks_that_switch_together_are_compared_ever_less_often(rank, size):
+    model = dpfuse.DataParallel(mlp())
+    with mock.patch.object(model._sync.loop._question, "answer", wraps=model._sync.loop._compare_soon) as compared:
+        assert modes(model, rank, 100, lambda step: step % 2 == 0) == []
+    assert compared.call_count == 4  # after 1, 8, 16 and 32 averages more
+
+
+def test_rates_of_layers_of_a_rank_alone_are_its_own(rank, size):
+    model, own = dpfuse.DataParallel(mlp()), torch.nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(
+        [{"params": model.parameters()}, {"params": own.parameters(), "lr": 0.1 * (1 + rank)}], lr=0.01
+    )
+    findings.forget()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", LoopWarning)
+        for x, _ in batches(rank, 24):
+            own(model(x)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 def test_one_rank_has_no_check(group):
     assert dpfuse.DataParallel(mlp())._sync.loop is None
 
