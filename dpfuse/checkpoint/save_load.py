@@ -94,7 +94,7 @@ def save_checkpoint(
         ValueError, TypeError: an argument is wrong; an entry cannot be loaded with `weights_only=True`; the folder
             has a later step; a parameter or buffer is a DTensor.
         DPFuseError: saving failed on another rank, or the disk reported an error. The text is the same on every rank.
-            Earlier checkpoints are not changed.
+            Earlier checkpoints are not changed. Or the weights of the ranks differ, which one has suspected (DPF-L01).
 
     Example:
         >>> import dpfuse, tempfile, torch
@@ -109,6 +109,8 @@ def save_checkpoint(
     what = "save_checkpoint"
     group = _group_of(model, group)
     sync = model._sync if isinstance(model, SyncedModule) else None
+    if sync is not None and sync.weights is not None and group is sync.grads.group:
+        sync.weights.settle()  # before weights are saved that a rank suspects
     if sync is not None and (known := sync.differing_weights):
         warn_at_user(WeightsWarning(tell_known(sync.grads.group.rank(), known), CODE))
 

@@ -199,9 +199,7 @@ class WeightsCheck(Feature):
             self.question.due = True
         if self._stepped_inside:
             self._try(self._hash_behind_step)
-        if self._found is not None:
-            (code, text), self._found = self._found, None
-            self._tell(code, text)
+        self._tell_found()
 
     # --- Around a step ---
 
@@ -315,6 +313,18 @@ class WeightsCheck(Feature):
         self._suspicion.asks, self._cause = True, cause
         return True
 
+    def settle(self) -> None:
+        """Examine now what a rank suspects; to be called between backwards, on every rank in the same place.
+
+        Raises:
+            DPFuseError: weights differ, and that is to be an error; on every rank.
+        """
+        row = torch.tensor([self._suspicion.asks or self._suspected], device=collective.group_device(self._group))
+        if any(bool(other.item()) for other in collective.all_gather(row, self._group)):
+            self._suspicion.asks, self._suspected, self._noticed = False, True, self._averages.completed
+            self.examine()
+            self._tell_found()
+
     def _examine_soon(self) -> None:
         """A rank suspects; every rank has heard of it in this backward."""
         self._suspicion.asks = False
@@ -405,6 +415,11 @@ class WeightsCheck(Feature):
     def _last_equal(self, hashing: Hashing, place: int) -> int:
         """Return the last averaged backward behind which all of a parameter was equal."""
         return min(self._equal.get(number, 0) for number in hashing.slices_with(place))
+
+    def _tell_found(self) -> None:
+        if self._found is not None:
+            (code, text), self._found = self._found, None
+            self._tell(code, text)
 
     def _tell(self, code: str, text: str) -> None:
         # What is trained may be equal where the tensors are not the same ones, so that is no error.

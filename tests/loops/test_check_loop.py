@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from contextlib import nullcontext
+from tempfile import TemporaryDirectory
 from unittest import mock
 
 import pytest
@@ -71,6 +72,20 @@ def test_ranks_that_add_the_same_are_looked_at_ever_less_often(rank, size):
     with mock.patch.object(model._sync.loop, "_suspect", wraps=model._sync.loop._suspect) as suspect:
         late_switch(model, rank, 40, data_of=0)
     assert suspect.call_count == 6  # after 1, 2, 4, 8, 16 and 32 steps
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_checkpoint_settles_what_is_suspected(rank, size, same):
+    """On one rank only, and no backward follows."""
+    model = dpfuse.DataParallel(mlp(), check_weights="warn")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with mock.patch.object(LocalRest, "before_step") if rank else nullcontext():
+        for index, (x, y) in enumerate(batches(0 if same else rank, 2)):
+            with model.no_sync(enabled=index == 1):
+                loss_of(model(x), y).backward()
+        optimizer.step()
+    with TemporaryDirectory() as folder, nullcontext() if same else pytest.raises(DPFuseError, match="DPF-L01"):
+        dpfuse.save_checkpoint(folder, model, optimizer, step=1)
 
 
 def test_warn_goes_on_and_warns_once(rank, size):
