@@ -21,7 +21,7 @@ from dpfuse.engine.streams import capturing
 from dpfuse.errors import DPFuseError, LoopWarning
 from dpfuse.loop.comparison import RankComparison
 from dpfuse.loop.findings import findings
-from dpfuse.loop.model import Model, Times
+from dpfuse.loop.model import Model
 from dpfuse.loop.never_stepped import NeverStepped
 from dpfuse.loop.optimizer_rules import OptimizerRules, best_of
 from dpfuse.loop.rank_words import WIDTHS, is_due, next_change
@@ -44,7 +44,6 @@ class LoopCheck(Feature):
 
     Args:
         module: that is wrapped.
-        times: makes what measures how buckets travel.
         rank: of this process.
         suspect: has the ranks compare their weights after a step, with what this rank has seen; returns False where
             they compare none.
@@ -59,12 +58,10 @@ class LoopCheck(Feature):
     def __init__(
         self,
         module: nn.Module,
-        times: Callable[[], Times],
         rank: int,
         suspect: Callable[[str], bool],
     ) -> None:
         self._module = module
-        self._times = times
         self._rank = rank
         self.failed = False
         self._hears_forwards = True
@@ -257,7 +254,7 @@ class LoopCheck(Feature):
             return dict(zip(names_of(grads.plan), map(leaf_of, grads.params), strict=True))
 
         on_gpu = grads.params[0].is_cuda
-        self._model = model = Model(params, self._rank, grads.events, self._times, on_gpu=on_gpu)
+        self._model = model = Model(params, self._rank, on_gpu=on_gpu)
         found = best_of({name: param for name, param in params().items() if is_plain(param)})
         some = found[:: max(1, -(-len(found) // SPARES))]
         self._spares = [WatchedGradient(param, name, self._rank) for name, param in some]

@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from dpfuse.engine.autograd import hooks_on
 from dpfuse.loop.changed_gradients import ChangedGradients
 from dpfuse.loop.cut_windows import CutWindows
-from dpfuse.loop.each_averaged import EachAveraged
 from dpfuse.loop.local_rest import LocalRest
 from dpfuse.loop.local_steps import LocalSteps
 from dpfuse.loop.model import Model
@@ -30,12 +29,11 @@ class _Rules(NamedTuple):
     steps: LocalSteps
     cut: CutWindows
     changed: ChangedGradients
-    averaged: EachAveraged
 
     @property
     def settled(self) -> bool:
         """Whether another window like the last one, which ended with an average, tells them nothing."""
-        return self.steps.settled and self.cut.settled and self.changed.settled and self.averaged.settled
+        return self.steps.settled and self.cut.settled and self.changed.settled
 
     def skipped(self, count: int, means: int, others: int) -> None:
         """Note so many of these windows, and how many backwards of the model there were at the last of them."""
@@ -44,8 +42,7 @@ class _Rules(NamedTuple):
 
     def stop(self) -> None:
         """Let none act between steps any more."""
-        for rule in (self.changed, self.averaged):
-            rule.stop()
+        self.changed.stop()
 
 
 class OptimizerRules:
@@ -124,7 +121,6 @@ class OptimizerRules:
             LocalSteps(watched, self._model),
             CutWindows(watched),
             ChangedGradients(watched),
-            EachAveraged(watched, self._model),
         )
         return watched
 

@@ -35,7 +35,6 @@ from dpfuse.gradients.norm import GradientReader, refuse_running
 from dpfuse.gradients.square_sum import NormInBackward
 from dpfuse.loop.group_of_one import tell_of_group
 from dpfuse.loop.loop_check import LoopCheck
-from dpfuse.measure.communication_times import CommunicationTimes
 from dpfuse.measure.metrics import Metrics
 from dpfuse.measure.phase_times import PhaseTimes
 from dpfuse.model.agreement import send_tensors
@@ -186,7 +185,7 @@ class ModuleSync:
             tell_of_group(group)
             if group.size() > 1:
                 suspect = (lambda cause: False) if self.weights is None else self.weights.suspect
-                self.loop = LoopCheck(module, CommunicationTimes, group.rank(), suspect)
+                self.loop = LoopCheck(module, group.rank(), suspect)
                 watchers.append(self.loop)
         if self.weights is not None:
             watchers.append(self.weights)  # last, since it may raise in `delivered`

@@ -19,7 +19,6 @@ from dpfuse.loop.local_steps import LocalSteps
 from dpfuse.loop.rank_words import RankWords
 from dpfuse.loop.repeated_order import RepeatedOrder
 from dpfuse.loop.watched_gradient import WatchedGradient
-from dpfuse.measure.communication_times import CommunicationTimes
 from tests.loops.nets import batches, loss_of, mlp
 
 RULES = [
@@ -31,8 +30,6 @@ RULES = [
     (WatchedGradient, "mean_ends"),
     (ChangedGradients, "before_step"),
     (LocalSteps, "before_step"),
-    (CommunicationTimes, "bucket_sent"),
-    (CommunicationTimes, "bucket_landed"),
 ]
 
 
@@ -86,7 +83,6 @@ def test_a_rule_that_fails_on_one_rank_ends_no_training(rank, size, owner, metho
         text = said[0].getMessage()
         assert text.startswith("rank 0: the check of the training loop has failed with RuntimeError: two lines (at ")
         assert "\n" not in text
-        assert model._sync.grads.events.bucket_landed == ()
 
 
 def test_a_check_that_is_off_holds_nothing(rank, size):
@@ -112,35 +108,3 @@ def test_a_warning_that_the_program_has_made_an_error_is_one(rank, size):
                     optimizer.zero_grad()
     assert not model._sync.loop.failed
     assert said == []
-
-
-def measuring(model, rank):
-    """An optimizer that has made so many steps of two averages each that these are measured."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for index, (x, y) in enumerate(batches(rank, 20)):
-        loss_of(model(x), y).backward()
-        if index % 2:
-            optimizer.step()
-            optimizer.zero_grad()
-    assert len(model._sync.grads.events.bucket_landed) == 1
-    return optimizer
-
-
-def test_a_measurement_ends_though_its_optimizer_never_steps_again(rank, size):
-    model = dpfuse.DataParallel(mlp(), check_weights="off")
-    optimizer = measuring(model, rank)
-    for x, y in batches(rank, 20, 1):
-        loss_of(model(x), y).backward()
-    assert [tell.__self__.times for tell in model._sync.grads.events.bucket_landed] == [None]
-    del optimizer
-
-
-def test_a_measurement_ends_with_its_optimizer(rank, size):
-    model = dpfuse.DataParallel(mlp(), check_weights="off")
-    measuring(model, rank)
-    gc.collect()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for x, y in batches(rank, 1):
-        loss_of(model(x), y).backward()
-        optimizer.step()
-    assert model._sync.grads.events.bucket_landed == ()

@@ -563,20 +563,6 @@ def each_rank_wraps_with_a_group_of_its_own(rank, size):
         optimizer.step()
 
 
-# --- DPF-L10: each micro-batch synchronised ---
-
-
-@named("DPF-L10")
-def accumulation_without_no_sync(rank, size):
-    model = dpfuse.DistributedDataParallel(mlp())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for index, (x, y) in enumerate(batches(rank, 72)):
-        (loss_of(model(x), y) / 4).backward()
-        if index % 4 == 3:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
 # --- DPF-L11: the same order in each epoch ---
 
 

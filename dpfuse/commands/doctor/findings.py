@@ -64,9 +64,6 @@ def remarks_of(runs: Sequence[Run], link: Link | None) -> tuple[Finding, ...]:
     """
     logged = [(run, finding) for run in runs for finding in _noted(run, "log") if finding.code not in LOGGED]
     logged += [(run, finding) for run in runs for finding in _own_buffers(run)]
-    if any(finding.code == EACH_AVERAGED for _, finding in logged):
-        return _once(logged)
-    # The doctor's own measurement takes the place of the one that dpfuse would make.
     counted = [(run, finding) for run in runs for finding in _each_averaged(run, link)]
     return _once([*logged, *counted])
 

@@ -267,14 +267,14 @@ def test_parameters_that_no_rank_has_used_are_named():
 def test_what_dpfuse_logs_is_a_remark_and_a_group_of_one_rank_is_wrong():
     notes = [
         {"what": "log", "kind": "dpfuse.loop", "code": code, "text": f"{code}: rank 0"}
-        for code in ("DPF-L09", "DPF-L10")
+        for code in ("DPF-L09", "DPF-L03")
     ]
     run = timed(2, "dpfuse")
     run.facts["0"] = plain_facts(findings=notes)
     assert [(one.code, one.title) for one in findings_of([run])] == [("DPF-L09", "a group of one rank")]
-    assert [one.code for one in remarks_of([run], None)] == ["DPF-L10"]
+    assert [one.code for one in remarks_of([run], None)] == ["DPF-L03"]
     text = summary(report(remarks=remarks_of([run], None)))
-    assert "what is wrong?   nothing was found\nmay be meant so  DPF-L10: rank 0" in text
+    assert "what is wrong?   nothing was found\nmay be meant so  DPF-L03: rank 0" in text
 
 
 @pytest.mark.parametrize(("count", "exposed", "told"), [(4, 0.01, True), (4, 0.0001, False), (1, 0.01, False)])
