@@ -142,6 +142,8 @@ class SyncedModule(nn.Module):
             self._number = _counted.setdefault(group, 0)
             _counted[group] += 1
         self._sync = self._make_sync(plan, group)
+        if not fresh:
+            self._sync.buffers.doubt()
         rank = group.rank()
         log.info("rank %d: %d buckets to start with\n%s", rank, len(plan.buckets), _Table(plan), extra={"rank": rank})
         # The hooks live on the parameters, which may outlive the wrapper and be wrapped again.

@@ -48,6 +48,10 @@ class BufferSchedule(Feature, Companion):
         self._engine = engine
         engine.layout.ask(self._question)
 
+    def doubt(self) -> None:
+        """As that of `BufferSync`."""
+        self._buffers.doubt()
+
     @property
     def agreed(self) -> Mapping[str, BufferKind]:
         """The buffers that travel, by name."""

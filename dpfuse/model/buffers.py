@@ -90,6 +90,11 @@ class BufferSync:
         """Whether buffers of this rank have changed since the ranks last settled on those that travel."""
         return self._refused or self.look() is not self._settled
 
+    def doubt(self) -> None:
+        """Settle again in the next backward: the original of a copy may have changed since the ranks settled."""
+        if self.exist:
+            self._settled = {}
+
     def look(self) -> Mapping[str, BufferKind]:
         """Return the kinds of all buffers, by name: the same object for as long as they do not change."""
         if self._were_replaced() or self._changed_in_place():

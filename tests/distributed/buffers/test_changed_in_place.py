@@ -6,6 +6,7 @@ in the step in which rank 0's has got another shape, the other ranks get the val
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 
 import pytest
@@ -255,3 +256,18 @@ def test_a_change_between_wrapping_and_the_first_forward(rank, size):
     for step in range(3):
         model(batch(rank, step)).sum().backward()
         assert net.changing.tolist() == ([9.0] * 8 if rank == 0 else [7.0] * 3)
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_a_copy_of_a_model_whose_buffer_has_changed_settles_on_it(rank, size, face):
+    """Between the change and the next backward."""
+    module = nn.Linear(4, 4)
+    module.register_buffer("seen", torch.zeros(3))
+    model = FACES[face](module)
+    model(torch.ones(2, 4)).sum().backward()
+    model.module.seen.resize_(5).fill_(rank)
+    model = copy.deepcopy(model)
+    for step in range(3):
+        model.module.seen.fill_(10 * step + rank)
+        model(torch.ones(2, 4)).sum().backward()
+        assert model.module.seen.tolist() == [10 * step] * 5
