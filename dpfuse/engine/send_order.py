@@ -61,17 +61,16 @@ class SendOrder:
             send_due: sends the buckets of this model for which that backward has no more gradients. Its argument says
                 whether the backward has ended.
         """
-        if self._send_due is not None:
-            self.turns.opened.remove(self._reference)
+        if self._reference not in self.turns.opened:  # else an exception has left it there
+            self.turns.opened.append(self._reference)
         self._send_due = send_due
-        self.turns.opened.append(self._reference)
         self.turns.turn = 0
 
     def close(self) -> None:
         """Note that the backward of this model has ended, or was never open."""
         group = self.turns
-        if self._send_due is not None:
-            self._send_due = None
+        self._send_due = None
+        if self._reference in group.opened:
             group.opened.remove(self._reference)
         if not group.opened:
             # Every turn so far was compared by the report of its model, and a bucket that is sent from now on pairs up

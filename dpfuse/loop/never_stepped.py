@@ -19,7 +19,7 @@ __all__ = ["NeverStepped"]
 
 BEGIN = 2  # averages, after which weights are copied
 AVERAGES = 20  # after that, until they are compared
-LATER = 1000  # averages, until parameters are told of that an optimizer holds which has not stepped
+LATER = 1000  # averages, until parameters are told of for which an optimizer may begin late
 COMPARED = 16  # parameters
 NAMED = 5  # parameters
 
@@ -51,7 +51,7 @@ class NeverStepped:
         self._samples: list[Sample] = []
         self._compared: Sequence[Tensor] = ()
         self._moving: HostCopy | None = None  # for each of them whether its gradient is more than zeros
-        self._waits_for_step = False  # whether an optimizer has some of the rest, and may step later
+        self._waits_for_step = False  # whether an optimizer may begin late with some of the rest
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Note what it steps on; say what was found."""
@@ -128,7 +128,7 @@ class NeverStepped:
         if not all(moving.read()):
             return
         averages = self._model.averages - self._first
-        if averages < LATER and self._may_step_later(rest):
+        if averages < LATER and (self._owned or self._may_step_later(rest)):
             self.decided, self._waits_for_step = False, True
             return
         names = [repr(self._names[id(param)]) for param in rest]
@@ -137,7 +137,7 @@ class NeverStepped:
         stepped = [type(optimizer).__name__ for optimizer in self._groups]
         findings.warn(
             NEVER_STEPPED,
-            f"rank {self._model.rank}: {LATER if averages >= LATER else AVERAGES} backwards averaged gradients of "
+            f"rank {self._model.rank}: {LATER if averages >= LATER else AVERAGES:,} backwards averaged gradients of "
             f"{len(rest)} of {len(self._params)} parameters, {', '.join(names[:NAMED])}{more}, and no optimizer that "
             f"has stepped ({', '.join(stepped)}) has them. Their weights did not change. That is {nbytes:,} bytes of "
             "each backward. Expected an optimizer of the parameters of this model: make it from the wrapped model, not "

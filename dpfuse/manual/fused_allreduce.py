@@ -375,6 +375,7 @@ def _facts_of(items: Sequence[Tensor]) -> list[Any]:
         [grad is None for grad in grads],
         list(map(attrgetter("requires_grad"), items)),
         list(map(Tensor.size, items)),
+        [item.stride() for item in items if item.layout is torch.strided],
         list(map(attrgetter("dtype"), present)),
         list(map(attrgetter("device"), present)),
         set(map(attrgetter("layout"), present)),

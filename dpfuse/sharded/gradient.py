@@ -75,6 +75,8 @@ class ShardedGradient(Tensor):
         cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         if func == _SET_DATA:  # it calls no operation, and the new data would be ignored
+            if args[1] is args[0]:  # as where `module.cpu()` converts nothing
+                return None
             raise _misuse(args[0], "the setter of .data")
         return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
 

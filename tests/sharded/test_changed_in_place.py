@@ -426,3 +426,15 @@ def test_memory_of_a_parameter_cannot_be_freed(rank, size):
             with pytest.raises(RuntimeError, match="not resizable"):
                 both[0].module.many[5].untyped_storage().resize_(0)
     check(both[0], both[2])
+
+
+def test_a_conversion_that_converts_nothing_leaves_gradients_alone(rank, size):
+    """Between backward and step, as Lightning does at its end."""
+    model = dpfuse.DataParallel(nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4)))
+    optimizer = dpfuse.ShardedOptimizer(model, torch.optim.SGD, lr=0.1)
+    model(torch.ones(3, 6)).sum().backward()
+    before = model.module[0].weight.clone()
+    model.module.cpu()
+    model.module.to(torch.float32)
+    optimizer.step()
+    assert not torch.equal(before, model.module[0].weight)

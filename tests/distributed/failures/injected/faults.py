@@ -43,9 +43,9 @@ WIRING = (f"{ROOT}/engine/reducer.py", f"{ROOT}/engine/sync.py")
 # Lines that cannot fail: they look at names, bind one, loop over a list, empty one, or only call a function of ours,
 # whose own lines are points.
 HARMLESS = re.compile(
-    r"""try:|else:|def\ .*|\"\"\".*|for\ \w+\ in\ [\w.]+:|[\w.]+\.clear\(\)
+    r"""try:|else:|def\ .*|\"\"\".*|for\ \w+\ in\ [\w.]+:|return\ self\.reducer\.\w+|[\w.]+\.clear\(\)
     |return(\ \w+)?
-    |feature\.delivered\(\)|prepared\.weights\.\w+\([\w.]*\)|self\._check\.\w+\(\)
+    |feature\.delivered\(\)|delivered\(\)|prepared\.weights\.\w+\([\w.]*\)|self\._check\.\w+\(\)
     |return\ self\.\w+|if\ [\w.\ ]+:|\w+\ =\ \w+\(\)\ if\ [\w.\ ]+\ else\ \w+
     |[\w.]+(:\ [^=]+)?\ =\ (\[\]|\w+)
     |([\w.]+(\[:\])?\ =\ |return\ )?
