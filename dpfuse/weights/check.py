@@ -144,8 +144,7 @@ class WeightsCheck(Feature):
         self._before_backward: Tensor | None = None
         self._noticed = 0  # the averaged backward in which hashes differed
         self._ignored = 0  # deliveries whose comparison tells nothing new
-        # A code, a text and whether that is an error, to be told once gradients are delivered.
-        self._found: tuple[str, str, bool] | None = None
+        self._found: tuple[str, str] | None = None  # a code and a text, to be told once gradients are delivered
         self._false_alarms = 0
         self._last_alarm = 0  # the averaged backward of the last one
 
@@ -357,8 +356,7 @@ class WeightsCheck(Feature):
         self._turn, self._hashed_at, self._empty = found.turn, -1, 0
         self._ignored = 1 if self._report is None or not self._report.late else 2
         if found.strangers:
-            # What is trained may be equal where the tensors are not the same ones, so that is no error.
-            self._found = OTHER_TENSORS, tell_other_tensors(self._group.rank(), found.strangers), False
+            self._found = OTHER_TENSORS, tell_other_tensors(self._group.rank(), found.strangers)
             self.turn_off("the ranks have other parameters")
         elif hashing is not None:
             self._learn(hashing, found, device, takes_part=takes_part)
@@ -395,12 +393,9 @@ class WeightsCheck(Feature):
             words=self._words,
         )
         rank = self._group.rank()
-        tensors = self._tensors()
-        trained = any(name in tensors and tensors[name].requires_grad for name in finding.names)
-        self._found = CODE, finding.text(rank), self._raises and trained  # a frozen one may differ on purpose
+        self._found = CODE, finding.text(rank)
         if suspected:
-            text = finding.text(rank, cause=self._cause or OF_ANOTHER)
-            self._found = SUSPECTED, text, self._raises_suspected and trained
+            self._found = SUSPECTED, finding.text(rank, cause=self._cause or OF_ANOTHER)
             self._cause = ""
         self.known |= dict.fromkeys(finding.names, self._noticed)
 
@@ -423,11 +418,13 @@ class WeightsCheck(Feature):
 
     def _tell_found(self) -> None:
         if self._found is not None:
-            (code, text, raises), self._found = self._found, None
-            self._tell(code, text, raises=raises)
+            (code, text), self._found = self._found, None
+            self._tell(code, text)
 
-    def _tell(self, code: str, text: str, *, raises: bool) -> None:
-        if not raises:
+    def _tell(self, code: str, text: str) -> None:
+        # What is trained may be equal where the tensors are not the same ones, so that is no error.
+        raises = self._raises_suspected if code == SUSPECTED else self._raises
+        if not raises or code == OTHER_TENSORS:
             kind = LoopWarning if code == SUSPECTED else WeightsWarning
             warn_at_user(kind(text, code))
             return

@@ -36,8 +36,7 @@ def told(rank, size, name, face):
         found = [each.message for each in caught if isinstance(each.message, WeightsWarning)]
         if raised is not None or found:
             assert [each.code for each in found or [raised]] == ["DPF-W01"]
-            frozen = bool(drift.named) and all(one.startswith("frozen.") for one in drift.named)
-            assert (raised is None) == (face == "DistributedDataParallel" or frozen), "each face has its default"
+            assert (raised is None) == (face == "DistributedDataParallel"), "each face has its default"
             return step, str(raised or found[0])
         differs = rank == size - 1 and step >= START
         if differs and drift.before_step is not None:
