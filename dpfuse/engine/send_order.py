@@ -61,8 +61,9 @@ class SendOrder:
             send_due: sends the buckets of this model for which that backward has no more gradients. Its argument says
                 whether the backward has ended.
         """
-        if self._reference not in self.turns.opened:  # else an exception has left it there
-            self.turns.opened.append(self._reference)
+        if self._reference in self.turns.opened:  # an exception may have left it there
+            self.turns.opened.remove(self._reference)
+        self.turns.opened.append(self._reference)
         self._send_due = send_due
         self.turns.turn = 0
 
