@@ -115,9 +115,6 @@ class Events:
         if now is not None:
             self.add(now)
 
-    def __contains__(self, watcher: object) -> bool:
-        return any(each is watcher for each in self._watchers)
-
     def hear_steps(self) -> None:
         """Tell all watchers of the steps of optimizers, as long as something keeps them alive."""
         for watcher in self._watchers:

@@ -35,7 +35,7 @@ class CallWeights(Watcher):
 
     Made on all ranks in the same call. A difference is a warning: no option of the call says what else it should be.
     Between calls it refers to no parameter, not even weakly, since torch refuses to swap a tensor that has a weak
-    reference. In a step it finds them in the optimizers: one that none of these holds is not compared.
+    reference. In a step it finds them in the optimizers. A parameter that no optimizer holds is not compared.
 
     Args:
         tensors: the parameters, by name; at least one.

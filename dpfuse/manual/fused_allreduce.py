@@ -67,7 +67,7 @@ def fused_allreduce_gradients(
     second-order terms, for modules that are not wrapped at all. Every rank must call it with gradients of
     the same parameters. Frozen parameters and parameters without gradient are skipped. The buffers are kept for the
     next call with the same parameters. They go in the first call after these were freed. From the second call on, the
-    ranks compare the weights behind the optimizer's steps, and warn (`WeightsWarning`) of those that differ, unless a
+    ranks compare the weights after the optimizer's steps, and warn (`WeightsWarning`) of those that differ, unless a
     wrapper of the model was made with `check_weights="off"`.
 
     Args:

@@ -89,7 +89,6 @@ class WeightsCheck(Feature):
     Attributes:
         known: parameters that are known to differ, by name; each with the averaged backward of which that is known.
         question: what differs. All ranks know when it is due.
-        equal_again: how often a suspicion was followed by weights that are equal.
         off: why weights are not compared any more; empty while they are.
     """
 
@@ -110,7 +109,6 @@ class WeightsCheck(Feature):
         self.known: dict[str, int] = {}
         self.off = ""
         self.question = Question("weights", self.examine)
-        self.equal_again = 0
         self._suspicion = Question("weights that a rank suspects", self._examine_soon)
         self._suspected = False  # whether a rank has, so that the next examination tells
         self._cause = ""  # what this rank has seen
@@ -372,7 +370,6 @@ class WeightsCheck(Feature):
         new = [place for place in found.always if names[place] not in self.known]
         suspected, self._suspected = self._suspected, False
         if not new:
-            self.equal_again += suspected
             self._count_false_alarm(looked_again=suspected or bool(recovered or self.known))
             return
         self._false_alarms = 0
