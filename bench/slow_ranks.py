@@ -40,7 +40,7 @@ LINK = "link"
 DELAYED = ("loader", "forward", "backward", "optimizer", "garbage collection")
 TIMES = {"loader": 0.008, "forward": 0.014, "backward": 0.022, "optimizer": 0.006}  # seconds
 JITTER = 0.03  # of each, a standard deviation
-DELAY = 0.2  # of a step
+DELAY = 0.2  # of a step, where a case says nothing else
 BEFORE, STEPS, AFTER = 25, 50, 10  # healthy steps; steps with the delay, in which it is to be found; further ones
 BEFORE_LINK = 70  # since what is usual must be known
 WITHIN = 3.0  # seconds, in which it is to be found where this is longer
@@ -56,6 +56,7 @@ class Case:
         computes: whether steps compute in place of sleeping.
         seed: of the jitter.
         healthy_steps: of a healthy run.
+        delay: in parts of a step.
     """
 
     phase: str = ""
@@ -63,6 +64,7 @@ class Case:
     computes: bool = False
     seed: int = 0
     healthy_steps: int = 120
+    delay: float = DELAY
 
 
 class _Sleep(torch.autograd.Function):
@@ -129,13 +131,14 @@ def _play(case: Case) -> dict[str, Any]:
     jitter = random.Random(1000 * case.seed + rank)
     mine, late = case.rank == rank, False
     base = sum(TIMES.values())
-    garbage = _garbage(DELAY * base) if case.phase == "garbage collection" and mine else []
+    delay = case.delay * base
+    garbage = _garbage(delay) if case.phase == "garbage collection" and mine else []
 
     def spend(phase: str) -> None:
         if not case.computes:
             sleep(max(0.0, TIMES[phase] * jitter.gauss(1.0, JITTER)))
         if late and phase == case.phase:
-            sleep(DELAY * base)
+            sleep(delay)
 
     width = 512 if case.phase == LINK else 256 if case.computes else 64
     sent = 2 * (size - 1) / size * 4 * 2 * width**2  # bytes of a rank in a step, about
@@ -152,7 +155,7 @@ def _play(case: Case) -> dict[str, Any]:
             if step == before:
                 began, late = perf_counter(), mine
                 if late and case.phase == LINK:
-                    limit_sending(sent / (DELAY * base))
+                    limit_sending(sent / delay)
             if step == before + STEPS:
                 deadline = perf_counter()
             if late and case.phase == "garbage collection":

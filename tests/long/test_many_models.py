@@ -99,7 +99,7 @@ def grown(run, rounds, ours=0):
 
 LONG = [pytest.mark.slow, pytest.mark.nightly]
 CASES = [
-    pytest.param("dp", "everything on", 30),
+    pytest.param("dp", "everything on", 30, marks=pytest.mark.slow),
     *[pytest.param(face, way, 1000, marks=LONG) for face in FACES for way in WAYS],
 ]
 

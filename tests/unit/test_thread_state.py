@@ -95,7 +95,7 @@ def test_a_collective_that_blocks_is_named():
     def join():
         with pytest.raises(dist.DistError):
             dist.init_process_group(
-                "gloo", store=dist.PrefixStore("a", store), rank=0, world_size=2, timeout=timedelta(seconds=patience(1))
+                "gloo", store=dist.PrefixStore("a", store), rank=0, world_size=2, timeout=timedelta(seconds=2)
             )
 
     thread = threading.Thread(target=join)
