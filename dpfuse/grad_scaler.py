@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 from torch.autograd.graph import increment_version
 
-from dpfuse.engine.torch_private import leave_untraced, put_hook
+from dpfuse.engine.torch_private import leave_untraced, put_hooks
 from dpfuse.errors import DPFuseError
 from dpfuse.gradients.loss_scaling import LossScale
 from dpfuse.wrapper import SyncedModule, loss_scale_of
@@ -93,7 +93,7 @@ class GradScaler(torch.amp.GradScaler):
             return type(outputs)(several) if isinstance(outputs, (list, tuple)) else several
         scaled: Any = super().scale(outputs)
         if self._scales and self._enabled and scaled.requires_grad:
-            put_hook(scaled, self._reached)
+            put_hooks(scaled, {0: self._reached})
         return scaled
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
+from dpfuse.comm.failed import marked
 from dpfuse.comm.waiting import NO_LIMIT
 
 __all__ = ["StagedWork"]
@@ -45,7 +46,7 @@ class StagedWork(dist.Work):
         self._error: Exception | None = None  # of what was computed
         self._future: Future[Any] = Future()
         if not late:
-            self._start_next()
+            marked(self._start_next)
 
     def wait(self, timeout: timedelta = NO_LIMIT) -> bool:
         """Wait for all collectives, for each at most `timeout`; it can be called again if that was too short.

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from dpfuse.engine.containers import tensors_in
 from dpfuse.engine.local_part import LocalPart, leaf_of
 from dpfuse.engine.ready import ReadyHook
-from dpfuse.engine.torch_private import EndOfCompiledBackward, compiled_backward, leave_untraced, put_hook
+from dpfuse.engine.torch_private import EndOfCompiledBackward, compiled_backward, leave_untraced, put_hooks
 from dpfuse.errors import DPFuseError
 
 __all__ = [
@@ -381,7 +381,7 @@ class _Announcer:
         if tensor.is_leaf:
             self._watch.watch_leaf(tensor, self)
         else:
-            put_hook(tensor, self._watch.hooked, self)
+            put_hooks(tensor, {0: self._watch.hooked, 1: self})
         return True
 
     def __call__(self, _grad: Tensor) -> None:

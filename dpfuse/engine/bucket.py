@@ -369,7 +369,8 @@ class GradBucket:
                 self._work = exchange.start(flat)  # nothing may come between the start and this
         except BaseException as error:
             self.state, outcome.torn = FREE, True
-            if has_raised(error):
+            # It is unknown where an interrupt has struck.
+            if has_raised(error) or not isinstance(error, Exception):
                 self._around.leave(error)
             raise
         for started in self._started:

@@ -51,7 +51,7 @@ class BucketSet:
         self.names = names_of(plan)
         self.ready = [ReadyList(b.params, [marks[index] for index in b.plan.params], seen) for b in buckets]
         self.recorded: list[Tensor] = []
-        self._in_view = [bucket for bucket in buckets if bucket.parts.delivery.gives_views]
+        self._in_view = [b.parts for b in buckets if b.parts.delivery.gives_views]
         self._early: set[int] = set()  # ids of parameters that are known to be ready before any output is reached
         self._indices = {id(param): index for index, param in enumerate(params)}
 
@@ -72,10 +72,10 @@ class BucketSet:
 
         It is called before a backward writes any of them.
         """
-        for bucket in self._in_view:
-            if bucket.parts.buffer.is_moved():
-                bucket.parts.buffer.restore()
-                bucket.parts.feed.follow_buffer()
+        for parts in self._in_view:
+            if parts.buffer.is_moved():
+                parts.buffer.restore()
+                parts.feed.follow_buffer()
 
     def index_of(self, param: Tensor) -> int:
         """Return the registration index of a parameter."""

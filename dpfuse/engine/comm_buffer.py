@@ -12,7 +12,7 @@ from dpfuse.engine.averaging import Averaging, real_dtype
 from dpfuse.engine.plan import Bucket, lay_out_slots
 from dpfuse_kernels import PointerTable, flatten, unflatten
 from dpfuse_kernels import Slot as KernelSlot
-from dpfuse_kernels.layout import can_be_turned
+from dpfuse_kernels.layout import TransposeCheck
 
 __all__ = ["PLAIN", "CommBuffer", "Format", "Zeros", "dense_stride", "zeros_on"]
 
@@ -144,7 +144,12 @@ class CommBuffer:
         """Make `.grad` of each parameter its view of the buffer, except at the registration indices in `but`."""
         # Where a program has changed its gradient in place: `param.grad.data = x`, or `param.grad.t_()`.
         moved = list(map(Tensor.data_ptr, self.views)) != self.gradients.addresses
-        if moved or list(map(Tensor.stride, self._turnable)) != self._strides:
+        transposed = self._transposed  # asked in line, since each bucket comes here
+        if (
+            moved
+            or not all(map(Tensor.is_contiguous, transposed.contiguous))
+            or (transposed.others and transposed.fails())
+        ):
             self._replace_views()
         if not but:
             try:
@@ -206,8 +211,7 @@ class CommBuffer:
         self._nbytes = self._storage.nbytes()
         self.gradients = table.first(len(self.params)) if room else table
         self.views: list[Tensor] = self._gradients_of(table.views)
-        self._turnable = [view for view in self.views if can_be_turned(view.shape)]
-        self._strides = list(map(Tensor.stride, self._turnable))
+        self._transposed = TransposeCheck(self.views)
         self.report = self.flat[self.flat.numel() - room :]
 
     def views_in(self, memory: Tensor) -> list[Tensor]:
@@ -241,7 +245,7 @@ class CommBuffer:
         self.gradients.views[:] = self.gradients.new_views()
         self.table.views[: len(self.params)] = self.gradients.views
         self.views = self._gradients_of(self.gradients.views)
-        self._turnable = [view for view in self.views if can_be_turned(view.shape)]
+        self._transposed = TransposeCheck(self.views)
 
     def _gradients_of(self, views: Sequence[Tensor]) -> list[Tensor]:
         views = list(views[: len(self.params)])

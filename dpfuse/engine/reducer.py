@@ -358,7 +358,9 @@ class Reducer:
             DPFuseError: the backward before was interrupted on some ranks only; or this one is not `announced` and has
                 added to gradients of that one.
         """
-        if self.phase not in RESTING:
+        if self.phase is IDLE:
+            return
+        if self.phase is not ABANDONED:
             self.abandon()  # an exception struck between the end of the backward before and its close
         if self.phase is ABANDONED:
             begun = self._run.next > 0 and not announced

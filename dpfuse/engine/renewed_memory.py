@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dpfuse.engine.comm_buffer import CommBuffer
 from dpfuse.engine.torch_private import holders_of, is_private
-from dpfuse_kernels.layout import can_be_turned
+from dpfuse_kernels.layout import TransposeCheck
 
 __all__ = ["RenewedMemory"]
 
@@ -105,7 +105,7 @@ class RenewedMemory:
         addresses = list(map(Tensor.data_ptr, self.gradients))
         if addresses != self._addresses:
             self._replace([place for place, one in enumerate(addresses) if one != self._addresses[place]])
-        if list(map(Tensor.stride, self._turnable)) != self._strides:
+        if self._transposed.fails():
             self._replace(range(len(self.gradients)))
         names = list(map(getrefcount, self.gradients))
         if names != self._names:
@@ -118,7 +118,7 @@ class RenewedMemory:
         fresh = self.buffer.views_in(self._alias)
         for place in places:
             self.gradients[place] = fresh[place].data
-        self._turnable = [one for one in self.gradients if can_be_turned(one.shape)]
+        self._transposed = TransposeCheck(self.gradients)
 
     @torch.inference_mode(False)
     def _note(self) -> None:
@@ -128,8 +128,7 @@ class RenewedMemory:
         self._alias: Tensor = torch.utils.dlpack.from_dlpack(self.buffer.flat)
         self._storage = self._alias.untyped_storage()
         self.gradients = [view.data for view in self.buffer.views_in(self._alias)]
-        self._turnable = [one for one in self.gradients if can_be_turned(one.shape)]
-        self._strides = list(map(Tensor.stride, self._turnable))
+        self._transposed = TransposeCheck(self.gradients)
         self._addresses = list(map(Tensor.data_ptr, self.gradients))
         self._names = list(map(getrefcount, self.gradients))
         self._holders = self._count()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from operator import attrgetter
@@ -36,7 +36,7 @@ __all__ = [
     "on_device",
     "owners_and_holders",
     "profiler_runs",
-    "put_hook",
+    "put_hooks",
     "ranged",
     "ranged_without_graph",
     "set_tracer",
@@ -124,22 +124,21 @@ class EndOfCompiledBackward:
         self._backward.nan_checker = self._check
 
 
-def put_hook(tensor: Tensor, *hooks: Callable[[Tensor], None]) -> None:
+def put_hooks(tensor: Tensor, hooks: Mapping[int, Callable[[Tensor], None]]) -> None:
     """Call all with the gradient of `tensor`, which is no leaf: `register_hook` that leaves no trace on the tensor.
 
     A handle takes 2 to 4 us of each forward, most of them for weak references. A table of hooks that stays on the
     tensor makes torch warn when the tensor is saved. After a change in place, torch would also put a user's hook into
     that table, which belongs to the values before the change. So only the node of the graph keeps the table.
     """
-    table = dict(enumerate(hooks))
     if type(tensor) is Tensor:
-        _put_on_node(tensor, table)
+        _put_on_node(tensor, hooks)
         return
     with torch._C.DisableTorchFunctionSubclass():
-        _put_on_node(tensor, table)
+        _put_on_node(tensor, hooks)
 
 
-def _put_on_node(tensor: Any, hooks: dict[int, Callable[[Tensor], None]]) -> None:
+def _put_on_node(tensor: Any, hooks: Mapping[int, Callable[[Tensor], None]]) -> None:
     node = tensor.grad_fn
     before = tensor._backward_hooks
     tensor._backward_hooks = hooks  # from where the node takes it

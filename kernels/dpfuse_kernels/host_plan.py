@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from operator import attrgetter
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -42,6 +43,16 @@ class _Row:
     stop: int
     flat: Tensor  # their part of the buffer, in the shape that `cat` gives
     shape: torch.Size  # that shape
+
+    def refuse(self) -> NoReturn:
+        """Undo what `cat` did: of tensors with more or fewer elements, it makes a result of another size.
+
+        Raises:
+            RuntimeError: always.
+        """
+        found = tuple(self.flat.shape)
+        self.flat.resize_(self.shape)
+        raise RuntimeError(f"shape {found} instead of {tuple(self.shape)}")
 
 
 @dataclass(frozen=True)
@@ -89,7 +100,9 @@ class HostPlan:
         else:
             if moved is self._small and table.flat.dtype == table.dtype:
                 for row in self._rows:
-                    _join(tensors[row.first : row.stop], row)
+                    torch.cat(tensors[row.first : row.stop], out=row.flat)  # type: ignore[arg-type]
+                    if row.flat.shape != row.shape:
+                        row.refuse()
                 moved = self._loose
             _copy_each(_pick(views, moved), _pick(tensors, moved))
             if scaled:
@@ -175,7 +188,9 @@ class HostPlan:
                 if tensors[i].data_ptr() == views[i].data_ptr():  # type: ignore[union-attr]
                     return False
             for row in self._rows:
-                _join(tensors[row.first : row.stop], row)
+                torch.cat(tensors[row.first : row.stop], out=row.flat)  # type: ignore[arg-type]
+                if row.flat.shape != row.shape:
+                    row.refuse()
             if self._loose:
                 torch._foreach_copy_(_pick(views, self._loose), _pick(tensors, self._loose))
             for i in self._large:
@@ -288,14 +303,6 @@ def _pick(items: Sequence[Tensor | None], indices: list[int]) -> list[Tensor]:
     if len(indices) == len(items) and isinstance(items, list):
         return items
     return [items[i] for i in indices]  # type: ignore[misc]
-
-
-def _join(tensors: list[Tensor | None], row: _Row) -> None:
-    torch.cat(tensors, out=row.flat)  # type: ignore[arg-type]
-    if row.flat.shape != row.shape:  # of tensors with more or fewer elements, `cat` makes a result of another size
-        found = tuple(row.flat.shape)
-        row.flat.resize_(row.shape)
-        raise RuntimeError(f"shape {found} instead of {tuple(row.shape)}")
 
 
 def _copy_each(targets: list[Tensor], sources: list[Tensor]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,7 +12,7 @@ from operator import is_
 import torch
 from torch import Tensor
 
-__all__ = ["Layout", "Slot", "check_slots"]
+__all__ = ["Layout", "Slot", "TransposeCheck", "check_slots"]
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -186,6 +186,40 @@ def can_be_turned(shape: Sequence[int]) -> bool:
     """
     longer = [size for size in shape if size != 1]
     return len(set(longer)) < len(longer)
+
+
+class TransposeCheck:
+    """Notices where a program turns one of these tensors in place, and it keeps its shape.
+
+    Args:
+        tensors: of any shapes; those that cannot keep their shape are not looked at.
+
+    Attributes:
+        contiguous: those for which it is enough, and faster, to ask whether they still are.
+        others: the rest, of which the strides are compared.
+
+    Example:
+        >>> import torch
+        >>> square = torch.zeros(2, 2)
+        >>> check = TransposeCheck([square, torch.zeros(3)])
+        >>> check.fails()
+        False
+        >>> _ = square.t_()
+        >>> check.fails()
+        True
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        turnable = [tensor for tensor in tensors if can_be_turned(tensor.shape)]
+        self.contiguous = [tensor for tensor in turnable if tensor.is_contiguous()]
+        self.others = [tensor for tensor in turnable if not tensor.is_contiguous()]
+        self._strides = list(map(Tensor.stride, self.others))
+
+    def fails(self) -> bool:
+        """Whether one was turned."""
+        if not all(map(Tensor.is_contiguous, self.contiguous)):
+            return True
+        return bool(self.others) and list(map(Tensor.stride, self.others)) != self._strides
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:

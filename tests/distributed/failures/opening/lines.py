@@ -49,9 +49,12 @@ class Passed:
 
 
 @contextmanager
-def raising(passed: Passed, at: int | None, error: str) -> Iterator[None]:
-    """Raise `error` at line number `at`, from 1, of what is called inside; None raises nowhere, and counts."""
-    lines = _Lines(passed, at, ERRORS[error])
+def raising(passed: Passed, at: int | None, error: str, before: int | None = None) -> Iterator[None]:
+    """Raise `error` at line number `at`, from 1, of what is called inside; None raises nowhere, and counts.
+
+    If the collective number `before`, from 1, has begun by then, it raises nowhere, either.
+    """
+    lines = _Lines(passed, at, ERRORS[error], before)
     sys.settrace(lines.called)
     try:
         yield
@@ -60,10 +63,13 @@ def raising(passed: Passed, at: int | None, error: str) -> Iterator[None]:
 
 
 class _Lines:
-    def __init__(self, passed: Passed, at: int | None, error: Callable[[str], BaseException]) -> None:
+    def __init__(
+        self, passed: Passed, at: int | None, error: Callable[[str], BaseException], before: int | None
+    ) -> None:
         self._passed = passed
         self._at = at
         self._error = error
+        self._before = before
         self._begun = 0  # collectives
         self._known: dict[str, bool] = {}
 
@@ -85,7 +91,7 @@ class _Lines:
             passed.places.append(f"{file}:{frame.f_lineno} {frame.f_code.co_name}")
             passed.collectives.append(self._begun)
             passed.exchanging.append(_exchanges(frame))
-            if len(passed.places) == self._at:
+            if len(passed.places) == self._at and (self._before is None or self._begun < self._before):
                 passed.raised = True
                 raise self._error(TEXT)
         return self._line

@@ -53,10 +53,11 @@ class Survey:
             found = breaches(Fault(program, 0, step, place), told)
             assert not found, f"{program}, step {step}, without a fault: {found}"
             for rank, each in enumerate(told):
-                for at in self._times(step, each.passed, last=last or place == "local", every=every):
+                end = max(each.passed.collectives, default=0) if last or place == "local" else 1
+                for at in self._times(step, each.passed, end, every=every):
                     if at % len(told) == rank:  # what the ranks pass is nearly the same
                         number += 1
-                        yield Fault(program, rank, step, place, at, [*ERRORS][number % len(ERRORS)])
+                        yield Fault(program, rank, step, place, at, [*ERRORS][number % len(ERRORS)], end or None)
             if not every:
                 self._tried |= {(step, name) for each in told for name in each.passed.places}
 
@@ -69,12 +70,11 @@ class Survey:
             return Verdict(fault, [], [f"ranks died or hung: {words}"])
         return Verdict(fault, told, breaches(fault, told))
 
-    def _times(self, step: int, passed: Passed, *, last: bool, every: bool) -> Sequence[int]:
-        end = max(passed.collectives, default=0) if last else 0
+    def _times(self, step: int, passed: Passed, end: int, *, every: bool) -> Sequence[int]:
         times: list[int] = []
         taken: dict[str, list[int]] = {}
         for at, (name, collectives) in enumerate(zip(passed.places, passed.collectives, strict=True), 1):
-            if collectives > end or (last and end and collectives == end):
+            if end and collectives >= end:
                 break
             times.append(at)
             if (step, name) not in self._tried:

@@ -32,6 +32,8 @@ class Fault:
         place: which backward of the step.
         at: number of the line, from 1; None: nowhere, the lines are counted.
         error: its class.
+        before: the number of the collective before which it raises, from 1, or not at all: the ranks may pass fewer
+            lines before it than where they were counted. None: anywhere.
     """
 
     program: str
@@ -40,6 +42,7 @@ class Fault:
     place: str = "backward"
     at: int | None = None
     error: str = "RuntimeError"
+    before: int | None = None
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,7 @@ def _step(
     def armed(place: str) -> AbstractContextManager[object]:
         if fault is None or fault.place != place:
             return nullcontext()
-        return raising(passed, fault.at, fault.error)
+        return raising(passed, fault.at, fault.error, fault.before)
 
     try:
         model.zero_grad()
