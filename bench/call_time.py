@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from statistics import median
 from time import thread_time
 from typing import Any
@@ -14,18 +14,18 @@ __all__ = ["time_calls"]
 
 
 def time_calls(
-    run: Callable[[], None], owner: Watcher, events: Events, methods: Iterable[str], steps: int, rounds: int
+    run: Callable[[], None], owners: Sequence[Watcher], events: Events, steps: int, rounds: int
 ) -> StepTimes:
-    """Time the methods of an object while it is used. They stay timed.
+    """Time the methods of objects that hear a training, while it runs. They stay timed.
 
     The difference of two whole steps tells nothing where it is below their noise. This tells what is inside the calls,
     and not what they do to the caches.
 
     Args:
         run: makes `steps` steps, which call the methods.
-        owner: the object; its methods are replaced.
+        owners: the objects. Their methods of `Watcher`, and `tell` if they have it, are replaced. None of these may
+            call another one.
         events: call these methods.
-        methods: their names. None of them may call another one.
         steps: in a run.
         rounds: how often it runs.
 
@@ -49,8 +49,10 @@ def time_calls(
     for _ in range(1000):
         nothing(None, announced=True)
     clock = seconds / calls
-    for name in methods:
-        setattr(owner, name, timed(getattr(owner, name)))
+    for owner in owners:
+        for name in [name for name in (*vars(Watcher), "tell") if not name.startswith("_")]:
+            if getattr(type(owner), name, None) is not getattr(Watcher, name, None):
+                setattr(owner, name, timed(getattr(owner, name)))
     events.refresh()
     times = StepTimes()
     for _ in range(rounds):

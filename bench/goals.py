@@ -17,8 +17,8 @@ MANUAL_GOAL = 1.3  # time of fused_allreduce_gradients over one cat, all-reduce 
 FORWARD_GOAL = 0.15  # what 53 BatchNorms add to a forward, and sending their buffers to a step, over DDP's
 CHECKS_GOALS = {"100 parameters": 20e-6}  # CPU seconds per step of all checks that are always on
 CHECKS_PART_GOAL = 0.005  # of a step of 5 ms
-WEIGHTS_PART_GOAL = 0.01  # of any step
-LOOP_GOAL = 5e-6  # CPU seconds of a step of one backward
+TRAINING_GOALS = {"10 parameters": 10e-6, "1000 parameters": 40e-6}  # CPU seconds of a step of one backward
+TRAINING_PART_GOAL = 0.005  # of a step of 5 ms
 METRICS_PART_GOAL = 0.01  # of the same step, when they are read after each
 LAUNCH_GOAL = 4e-6  # CPU seconds of a launch without Triton's dispatcher
 PLANNING_GOALS = {1000: 0.1}  # CPU seconds, by number of gradients
@@ -252,18 +252,14 @@ def _checks(case: str, contenders: dict[str, Entry]) -> Iterator[Outcome]:
         yield Outcome("checks", case, "CPU seconds of the checks in a step", extra, CHECKS_GOALS.get(case))
 
 
-def _weights(case: str, contenders: dict[str, Entry]) -> Iterator[Outcome]:
-    step = contenders["not compared"].median
-    part = ratio(contenders["compared"].info["extra"], step)
-    yield Outcome("weights", case, "part of the step that comparing weights takes", part, None)
-    part = ratio(contenders["its calls"].info["extra"], step)
-    yield Outcome("weights", case, "part of the step inside its calls", part, WEIGHTS_PART_GOAL)
-
-
-def _loop(case: str, contenders: dict[str, Entry]) -> Iterator[Outcome]:
-    yield Outcome("loop", case, "CPU seconds of the check in a step", contenders["checked"].info["extra"], None)
-    goal = None if "backwards" in case else LOOP_GOAL
-    yield Outcome("loop", case, "seconds in its calls in a step", contenders["its calls"].info["extra"], goal)
+def _training(case: str, contenders: dict[str, Entry]) -> Iterator[Outcome]:
+    extra, inside = (contenders[name].info["extra"] for name in ("checked", "its calls"))
+    yield Outcome("training", case, "CPU seconds of the checks in a step", extra, None)
+    if case == "step of 5 ms":
+        part = ratio(inside, contenders["not checked"].median)
+        yield Outcome("training", case, "part of the step in their calls", part, TRAINING_PART_GOAL)
+    else:
+        yield Outcome("training", case, "seconds in their calls in a step", inside, TRAINING_GOALS.get(case))
 
 
 def _accumulate(case: str, contenders: dict[str, Entry]) -> Iterator[Outcome]:
@@ -424,8 +420,7 @@ JUDGES: dict[str, Callable[[str, dict[str, Entry]], Iterator[Outcome]]] = {
     "step": _step,
     "forward": _forward,
     "checks": _checks,
-    "weights": _weights,
-    "loop": _loop,
+    "training": _training,
     "accumulate": _accumulate,
     "health": _health,
     "clip": _clip,

@@ -198,32 +198,6 @@ def _garbage(seconds: float) -> list[Any]:
             return some
 
 
-def time_cost() -> dict[str, float]:
-    """Return CPU microseconds of a small step with the measurement, what it adds, and what a second run of none adds.
-
-    To be called on each rank. A fourth of the runs of 20 steps, in turns, are below the numbers.
-    """
-    made = {}
-    for name in ("with", "without", "without again"):
-        net = nn.Sequential(*[nn.Linear(8, 8) for _ in range(5)])
-        model = dpfuse.DistributedDataParallel(net, find_slow_ranks=name == "with")
-        made[name] = model, torch.optim.SGD(net.parameters(), lr=1e-3)
-    inputs = torch.randn(4, 8)
-    seconds: dict[str, list[float]] = {name: [] for name in made}
-    for turn in range(62):
-        for name, (model, optimizer) in made.items():
-            began = thread_time()
-            for _ in range(20):
-                model(inputs).sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            if turn > 1:
-                seconds[name].append((thread_time() - began) / 20)
-    low = {name: 1e6 * sorted(values)[len(values) // 4] for name, values in seconds.items()}
-    base = low["without"]
-    return {"step": low["with"], "added": low["with"] - base, "noise": low["without again"] - base}
-
-
 def found(result: dict[str, Any]) -> bool:
     """Whether the delay was attributed to the rank and the phase in time, and nothing else was said."""
     said = [text for when, text in result["heard"] if when <= result["within"] and not text.startswith("in ")]
@@ -272,15 +246,11 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=[2, 3, 4], help="numbers of ranks")
     parser.add_argument("--healthy", type=int, default=30, help="healthy runs")
     parser.add_argument("--repeats", type=int, default=4, help="delays in each phase for each number of ranks")
-    parser.add_argument("--cost", action="store_true", help="only print what a step costs, in microseconds")
     parser.add_argument("--rank", nargs=3, metavar=("RANK", "SIZE", "FOLDER"), help="be one rank, in its namespace")
     parser.add_argument("--links", type=int, default=3, help="delays of a link for each number of ranks")
     options = parser.parse_args()
     if options.rank:
         _play_one(int(options.rank[0]), int(options.rank[1]), options.rank[2])
-        return
-    if options.cost:
-        print(on_ranks(2, "cpu", time_cost))
         return
     machine = describe(gpu=False)
     results: list[dict[str, Any]] = []

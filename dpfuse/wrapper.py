@@ -397,7 +397,7 @@ class SyncedModule(nn.Module):
     def synchronize_weights(self) -> None:
         """Overwrite parameters and buffers with those of rank 0; to be called on all ranks, between backwards.
 
-        This ends a difference of which a `WeightsWarning` or an error of `check_weights` has told. States of the
+        This ends a difference of which a `WeightsWarning` or an error of `check_training` has told. States of the
         optimizer stay as they are: if they differ, the weights become different again.
 
         Raises:

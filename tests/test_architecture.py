@@ -76,8 +76,12 @@ def breaches(layer: str, allowed: set[str]) -> list[str]:
         ({"gradients"}, {"comm", "engine", "kernels"} | OPEN_TO_ALL),
         ({"measure"}, {"comm", "engine", "gradients", "kernels"} | OPEN_TO_ALL),
         ({"trace"}, {"engine"} | OPEN_TO_ALL),
-        ({"weights", "loop"}, {"comm", "engine", "kernels"} | OPEN_TO_ALL),
-        ({"model"}, {"comm", "engine", "gradients", "liveness", "loop", "measure", "weights"} | OPEN_TO_ALL),
+        ({"findings"}, {"engine"} | OPEN_TO_ALL),
+        ({"weights", "loop"}, {"comm", "engine", "findings", "kernels"} | OPEN_TO_ALL),
+        (
+            {"model"},
+            {"comm", "engine", "findings", "gradients", "liveness", "loop", "measure", "weights"} | OPEN_TO_ALL,
+        ),
         ({"liveness", "job"}, {"comm", "engine", "liveness", "job"} | OPEN_TO_ALL),
         ({"data"}, {"job"} | OPEN_TO_ALL),
         (
@@ -95,6 +99,7 @@ def breaches(layer: str, allowed: set[str]) -> list[str]:
         "gradients",
         "measure",
         "trace",
+        "findings",
         "weights and loop",
         "model",
         "liveness and job",

@@ -34,7 +34,8 @@ from dpfuse.checkpoint.training_state import (
 from dpfuse.comm import collective, votes
 from dpfuse.engine.user_line import warn_at_user
 from dpfuse.errors import DPFuseError, WeightsWarning
-from dpfuse.weights.finding import CODE, tell_known
+from dpfuse.findings import WEIGHTS
+from dpfuse.weights.finding import tell_known
 from dpfuse.wrapper import SyncedModule
 
 __all__ = ["Checkpoint", "load_checkpoint", "save_checkpoint"]
@@ -112,7 +113,7 @@ def save_checkpoint(
     if sync is not None and sync.weights is not None and group is sync.grads.group:
         sync.weights.settle()  # before weights are saved that a rank suspects
     if sync is not None and (known := sync.differing_weights):
-        warn_at_user(WeightsWarning(tell_known(sync.grads.group.rank(), known), CODE))
+        warn_at_user(WeightsWarning(tell_known(sync.grads.group.rank(), known), WEIGHTS))
 
     def own_part() -> tuple[int, bytes]:
         refuse_divided(model, what)

@@ -135,10 +135,10 @@ def _construct_ours(self: Any, *args: Any, **kwargs: Any) -> None:
     # Nothing is in the object yet, so it can still become one of ours. A `__new__` that made it one from the start
     # could not be taken away again: Python then refuses the arguments of every later construction.
     object.__setattr__(self, "__class__", DistributedDataParallel)
-    added: dict[str, Any] = {"check_loop": "warn"}  # the program was not written for dpfuse
+    options: dict[str, Any] = {}
     for one in _active:
-        added |= one.options
-    DistributedDataParallel.__init__(self, *args, **(added | kwargs))
+        options |= one.options
+    DistributedDataParallel.__init__(self, *args, **(options | kwargs))
     for one in _active:
         if one.made is not None:
             one.made(self)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.optim import Optimizer
 
-from dpfuse.loop.findings import CHANGED_IN_WINDOW, findings
+from dpfuse.findings import CHANGED_IN_WINDOW, findings
 from dpfuse.loop.watched_gradient import WatchedGradient
 
 __all__ = ["ChangedGradients"]
@@ -63,7 +63,7 @@ class ChangedGradients:
             return
         self._windows += 1
         if self._windows == WINDOWS:
-            findings.log(
+            findings.note(
                 CHANGED_IN_WINDOW,
                 watched.rank,
                 f"rank {watched.rank}: in {self._windows} windows of {type(optimizer).__name__}, the gradient of "

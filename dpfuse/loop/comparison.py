@@ -45,8 +45,8 @@ class RankComparison:
         self._words = RankWords(place, size)
         self._inputs = InputHash()
         self._own = OwnGradient(module)
-        self._batches = SameBatches(model.rank, self._own)
-        self._modes = SameModes(module, device, model.rank)
+        self._batches = SameBatches(model, self._own)
+        self._modes = SameModes(module, device, model)
         self._rates = SameRates(model)
         self.waits = self.heard = False
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.optim import Optimizer
 
-from dpfuse.loop.findings import CUT_WINDOW, findings
+from dpfuse.findings import CUT_WINDOW, findings
 from dpfuse.loop.watched_gradient import WatchedGradient
 
 __all__ = ["CutWindows"]
@@ -70,7 +70,7 @@ class CutWindows:
         elif not watched.was_kept:
             self._same = 0  # it does
         else:
-            findings.log(
+            findings.note(
                 CUT_WINDOW,
                 watched.rank,
                 f"rank {watched.rank}: the last {WINDOWS} windows of {type(optimizer).__name__} that were averaged had "
@@ -96,7 +96,7 @@ class CutWindows:
             self._drops, self._dropped = 1, (length, self._between)
         self._between = 0
         if self._drops >= DROPS:
-            findings.log(
+            findings.note(
                 CUT_WINDOW,
                 watched.rank,
                 f"rank {watched.rank}: the last {WINDOWS} windows of {type(optimizer).__name__} had {usual} backwards "

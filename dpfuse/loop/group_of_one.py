@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from dpfuse.loop.findings import ALONE, findings
+from dpfuse.findings import ALONE, findings
 
 __all__ = ["tell_of_group"]
 
@@ -21,7 +21,7 @@ def tell_of_group(group: dist.ProcessGroup) -> None:
         return
     ranks = dist.get_world_size()
     if ranks > 1:
-        findings.log(
+        findings.note(
             ALONE,
             dist.get_rank(),
             f"rank {dist.get_rank()}: a model was wrapped with a group of one rank, and the job has {ranks}. Its "

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch.optim import Optimizer
 
-from dpfuse.loop.findings import REST, findings
+from dpfuse.findings import REST, findings
 from dpfuse.loop.watched_gradient import WatchedGradient
 
 __all__ = ["LocalRest"]
@@ -47,7 +47,7 @@ class LocalRest:
         self._averaged, self._left, self._between = 0, self._between - 1, min(2 * self._between, RARELY)
         text = self._text(type(optimizer).__name__)
         if not self._suspect(text):
-            findings.log(REST, watched.rank, f"rank {watched.rank}: {text}")
+            findings.note(REST, watched.rank, f"rank {watched.rank}: {text}")
 
     def _text(self, optimizer: str) -> str:
         watched = self._watched

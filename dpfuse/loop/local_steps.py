@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.optim import Optimizer
 
-from dpfuse.loop.findings import NOTHING_AVERAGED, findings
+from dpfuse.findings import NOTHING_AVERAGED, findings
 from dpfuse.loop.model import Model
 from dpfuse.loop.watched_gradient import WatchedGradient
 
@@ -52,7 +52,7 @@ class LocalSteps:
 
     def _say(self, optimizer: str) -> None:
         rank = self._model.rank
-        findings.log(
+        findings.note(
             NOTHING_AVERAGED,
             rank,
             f"rank {rank}: {optimizer} made {self._steps} steps in a row on gradients of this rank alone. No backward "

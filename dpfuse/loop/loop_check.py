@@ -19,8 +19,8 @@ from dpfuse.engine.report import Report
 from dpfuse.engine.report_layout import Question, ReportPlace
 from dpfuse.engine.streams import capturing
 from dpfuse.errors import DPFuseError, LoopWarning
+from dpfuse.findings import Level, findings
 from dpfuse.loop.comparison import RankComparison
-from dpfuse.loop.findings import findings
 from dpfuse.loop.model import Model
 from dpfuse.loop.never_stepped import NeverStepped
 from dpfuse.loop.optimizer_rules import OptimizerRules, best_of
@@ -47,6 +47,7 @@ class LoopCheck(Feature):
         rank: of this process.
         suspect: has the ranks compare their weights after a step, with what this rank has seen; returns False where
             they compare none.
+        level: what becomes of a finding.
 
     Attributes:
         failed: whether a rule has failed, so that the check is off.
@@ -60,6 +61,7 @@ class LoopCheck(Feature):
         module: nn.Module,
         rank: int,
         suspect: Callable[[str], bool],
+        level: Level,
     ) -> None:
         self._module = module
         self._rank = rank
@@ -71,6 +73,7 @@ class LoopCheck(Feature):
         self._until = 0  # how many averages there are when the words no longer travel that it has asked for
         self._silent_until, self._pause = 0, PAUSE[0]
         self._suspect = suspect
+        self._level: Level = level
         self._model: Model | None = None  # known in the first backward, as is what follows
         self._comparison: RankComparison | None = None
         self._watched: list[WatchedGradient] = []
@@ -254,7 +257,7 @@ class LoopCheck(Feature):
             return dict(zip(names_of(grads.plan), map(leaf_of, grads.params), strict=True))
 
         on_gpu = grads.params[0].is_cuda
-        self._model = model = Model(params, self._rank, on_gpu=on_gpu)
+        self._model = model = Model(params, self._rank, on_gpu=on_gpu, level=self._level)
         found = best_of({name: param for name, param in params().items() if is_plain(param)})
         some = found[:: max(1, -(-len(found) // SPARES))]
         self._spares = [WatchedGradient(param, name, self._rank) for name, param in some]

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
+from dpfuse.findings import Level
+
 __all__ = ["Model"]
 
 
@@ -16,6 +18,7 @@ class Model:
         params: returns its parameters that are averaged, by name.
         rank: of this process.
         on_gpu: whether the parameters are on a GPU.
+        level: what becomes of a finding.
 
     Attributes:
         averages: how many backwards were synchronised so far.
@@ -29,9 +32,11 @@ class Model:
         rank: int,
         *,
         on_gpu: bool,
+        level: Level,
     ) -> None:
         self.params = params
         self.rank = rank
         self.on_gpu = on_gpu
+        self.level: Level = level
         self.averages = self.others = 0
         self.due = False

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dpfuse.engine.streams import HostCopy
-from dpfuse.loop.findings import NEVER_STEPPED, findings
+from dpfuse.findings import NEVER_STEPPED, findings
 from dpfuse.loop.model import Model
 from dpfuse.loop.watched_gradient import Sample, are_comparable, is_plain, sample_of, values_of
 
@@ -135,13 +135,14 @@ class NeverStepped:
         more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
         nbytes = sum(param.numel() * param.element_size() for param in rest)
         stepped = [type(optimizer).__name__ for optimizer in self._groups]
-        findings.warn(
+        findings.tell(
             NEVER_STEPPED,
             f"rank {self._model.rank}: {LATER if averages >= LATER else AVERAGES:,} backwards averaged gradients of "
             f"{len(rest)} of {len(self._params)} parameters, {', '.join(names[:NAMED])}{more}, and no optimizer that "
             f"has stepped ({', '.join(stepped)}) has them. Their weights did not change. That is {nbytes:,} bytes of "
             "each backward. Expected an optimizer of the parameters of this model: make it from the wrapped model, not "
             "from another copy, or call its step(). Freeze what is not to be trained (requires_grad=False).",
+            self._model.level,
         )
 
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from dpfuse.engine.containers import tensors_in
-from dpfuse.loop.findings import SAME_ORDER, findings
+from dpfuse.findings import SAME_ORDER, findings
 
 __all__ = ["RepeatedOrder"]
 
@@ -82,7 +82,7 @@ class RepeatedOrder:
             lengths = [len(loader) for loader in loaders if any(each is sampler for each in samplers_of(loader))]
             lengths += [len(sampler) // self._batch_size, -(-len(sampler) // self._batch_size)]
             if sampler.shuffle and sampler.num_replicas > 1 and epoch in lengths:
-                findings.log(
+                findings.note(
                     SAME_ORDER,
                     rank,
                     f"rank {rank}: the last {BATCHES} batches were the first {BATCHES} of the training, in the same "

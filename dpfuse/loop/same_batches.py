@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from weakref import WeakSet
 
-from dpfuse.loop.findings import SAME_BATCHES, findings
+from dpfuse.findings import SAME_BATCHES, findings
+from dpfuse.loop.model import Model
 from dpfuse.loop.own_gradient import OwnGradient
 from dpfuse.loop.rank_words import Sums
 
@@ -22,14 +23,14 @@ class SameBatches:
     Equal inputs may have other targets on each rank, or noise of their own. Then the gradients differ.
 
     Args:
-        rank: of this process.
+        model: whose gradients are averaged.
         own: knows whether the mean is what this rank alone has.
     """
 
-    def __init__(self, rank: int, own: OwnGradient) -> None:
+    def __init__(self, model: Model, own: OwnGradient) -> None:
         self.decided = False
         self._differ = False
-        self._rank = rank
+        self._model = model
         self._own = own
         self._before: list[float] = []
         self._steps = 0
@@ -55,13 +56,14 @@ class SameBatches:
         self.decided = True
         if self._own.is_apart():
             return
-        findings.warn(
+        findings.tell(
             SAME_BATCHES,
-            f"rank {self._rank}: in {self._steps} steps in a row, hashes of all inputs of the model were equal on all "
-            "ranks, and other ones than in the step before. Every rank computes on the same batches, so more ranks do "
-            "not mean more data. Expected other batches on each rank: give the loader a DistributedSampler, or let the "
-            "rank be part of the seed with which samples are drawn. If equal inputs are meant, pass "
-            'check_loop="off" to the wrapper.',
+            f"rank {self._model.rank}: in {self._steps} steps in a row, hashes of all inputs of the model were equal "
+            "on all ranks, and other ones than in the step before. Every rank computes on the same batches, so more "
+            "ranks do not mean more data. Expected other batches on each rank: give the loader a DistributedSampler, "
+            "or let the rank be part of the seed with which samples are drawn. If equal inputs are meant, pass "
+            'check_training="log" to the wrapper.',
+            self._model.level,
         )
 
 

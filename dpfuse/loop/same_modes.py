@@ -7,7 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from dpfuse.loop.findings import OTHER_MODES, findings
+from dpfuse.findings import OTHER_MODES, findings
+from dpfuse.loop.model import Model
 from dpfuse.loop.rank_words import Sums, Word
 
 __all__ = ["SameModes"]
@@ -21,13 +22,13 @@ class SameModes:
     Args:
         module: that is wrapped.
         device: of its parameters, such as "cpu".
-        rank: of this process.
+        model: whose gradients are averaged.
     """
 
-    def __init__(self, module: nn.Module, device: str, rank: int) -> None:
+    def __init__(self, module: nn.Module, device: str, model: Model) -> None:
         self._module = module
         self._device = device
-        self._rank = rank
+        self._model = model
         self._mode = (False, False, False)
         self._backwards = 0
         self._text = ""
@@ -48,15 +49,15 @@ class SameModes:
         if self._backwards >= BACKWARDS:
             counts = {name: round(sums.total(name)) for name in ("training", "float16", "bfloat16")}
             self._text = (
-                f"rank {self._rank}: in {BACKWARDS} backwards running, the {sums.size} ranks had run their forwards in "
-                f"different modes: {counts['training']} in training mode, {counts['float16']} under autocast with "
-                f"float16, {counts['bfloat16']} with bfloat16. On this rank training was {self._mode[0]}. Expected the "
-                "same on every rank: call train() and eval() on all ranks, train() also after an evaluation on one of "
-                "them, and enter autocast with the same dtype."
+                f"rank {self._model.rank}: in {BACKWARDS} backwards running, the {sums.size} ranks had run their "
+                f"forwards in different modes: {counts['training']} in training mode, {counts['float16']} under "
+                f"autocast with float16, {counts['bfloat16']} with bfloat16. On this rank training was "
+                f"{self._mode[0]}. Expected the same on every rank: call train() and eval() on all ranks, train() also "
+                "after an evaluation on one of them, and enter autocast with the same dtype."
             )
 
     def tell(self) -> None:
         """Say what was found."""
         if self._text:
-            findings.warn(OTHER_MODES, self._text)
+            findings.tell(OTHER_MODES, self._text, self._model.level)
             self._text = ""

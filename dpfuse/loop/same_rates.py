@@ -9,7 +9,7 @@ from zlib import crc32
 
 from torch.optim import Optimizer
 
-from dpfuse.loop.findings import OTHER_RATES, findings
+from dpfuse.findings import OTHER_RATES, findings
 from dpfuse.loop.model import Model
 from dpfuse.loop.rank_words import Sums, Word, bits_of
 
@@ -93,5 +93,5 @@ class SameRates:
     def tell(self) -> None:
         """Say what was found."""
         if self._text:
-            findings.warn(OTHER_RATES, self._text)
+            findings.tell(OTHER_RATES, self._text, self._model.level)
             self._text = ""

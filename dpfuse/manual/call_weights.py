@@ -50,7 +50,7 @@ class CallWeights(Watcher):
         self._living: dict[int, Tensor] = {}  # the parameters by id, while something is done with them
         self._optimizers: WeakSet[Optimizer] = WeakSet()  # those that step some of them
         made_of = dict(tensors)
-        self._check = WeightsCheck(lambda: made_of, lambda: 0, group, raises=False, words=WORDS, hold=self._hold)
+        self._check = WeightsCheck(lambda: made_of, lambda: 0, group, level="warn", words=WORDS, hold=self._hold)
         self._check.compare_in(self._compared, self._calls)
         self._check.prepare()
         made_of.clear()

@@ -68,7 +68,7 @@ def fused_allreduce_gradients(
     the same parameters. Frozen parameters and parameters without gradient are skipped. The buffers are kept for the
     next call with the same parameters. They go in the first call after these were freed. From the second call on, the
     ranks compare the weights after the optimizer's steps, and warn (`WeightsWarning`) of those that differ, unless a
-    wrapper of the model was made with `check_weights="off"`.
+    wrapper of the model was made with `check_training="off"`.
 
     Args:
         parameter_list: parameters of any shapes and floating dtypes; a generator is fine, and a parameter

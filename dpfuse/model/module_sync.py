@@ -164,31 +164,20 @@ class ModuleSync:
             watchers.append(NormInBackward())
         watchers += [_AfterDelivery(face.after_delivery)] if face.after_delivery else []
         self.phases: PhaseTimes | None = None
-        board = board_of(group)
-        if options.common["find_slow_ranks"] and board is not None and board.heartbeat is not None:
-            self.phases = PhaseTimes(board)
-            watchers.append(self.phases)
         self.weights: WeightsCheck | None = None
-        loops, level = options.common["check_loop"], options.common["check_weights"]
-        if level == "off":
-            leave_alone(params)  # also where they are averaged by hand
-        elif group.size() > 1:
-            self.weights = WeightsCheck(
-                lambda: tensors_of(module, options)[0],
-                lambda: signature.looks,
-                group,
-                raises=level == "raise",
-                raises_suspected=loops == "raise",
-            )
         self.loop: LoopCheck | None = None
-        if loops != "off":
+        board, level = board_of(group), options.common["check_training"]
+        if level != "off":
+            if board is not None and board.heartbeat is not None:
+                self.phases = PhaseTimes(board)
+                watchers.append(self.phases)
             tell_of_group(group)
             if group.size() > 1:
-                suspect = (lambda cause: False) if self.weights is None else self.weights.suspect
-                self.loop = LoopCheck(module, group.rank(), suspect)
-                watchers.append(self.loop)
-        if self.weights is not None:
-            watchers.append(self.weights)  # last, since it may raise in `delivered`
+                self.weights = WeightsCheck(
+                    lambda: tensors_of(module, options)[0], lambda: signature.looks, group, level=level
+                )
+                self.loop = LoopCheck(module, group.rank(), self.weights.suspect, level)
+                watchers += [self.loop, self.weights]  # the weights last, since they may raise in `delivered`
         self.grads = GradSync(
             plan,
             params,
@@ -199,6 +188,8 @@ class ModuleSync:
             later=[self.factors],
             wrap=face.wrap,
         )
+        if level == "off":
+            leave_alone(self.grads.listening.hooks)  # also where its parameters are averaged by hand
         let_threads_finish_at_exit()
         self._plan_residuals()
         self._follower = ModuleFollower(

@@ -142,36 +142,19 @@ class CommonOptions(TypedDict, total=False):
             _one_of("deferred", "strict", remedy="strict waits for the GPU in each backward"),
         ),
     ]
-    check_loop: Annotated[
-        Literal["raise", "warn", "off"],
+    check_training: Annotated[
+        Literal["raise", "warn", "log", "off"],
         Option(
             "raise",
-            'what happens where a training loop is wrong on every rank in the same way. "raise" makes it an error if '
-            "weights differ after a step to which one rank has added what it alone has, and warns of other findings. "
-            '"warn" only warns, "off" looks at nothing. Each finding is said once in a process.',
-            _one_of("raise", "warn", "off", remedy='leave it out to hear of loops that are wrong, or pass "off"'),
-        ),
-    ]
-    check_weights: Annotated[
-        Literal["raise", "warn", "off"],
-        Option(
-            "raise",
-            "what happens where the weights of the ranks differ after a step of the optimizer, though training keeps "
-            'them equal. "raise" makes it an error of `backward()` on every rank, "warn" a `WeightsWarning`. Both name '
-            "the parameters, the ranks and the steps, within 64 steps, or an eighth as many as there are parameters. "
-            "Each step hashes a small part of the weights, and the hash travels with the gradients.",
-            _one_of("raise", "warn", "off", remedy='"off" compares nothing'),
+            "what becomes of a finding about a training in which no rank fails: weights that differ between ranks "
+            "after a step, local gradients in a step, the same batches on all ranks, learning rates or modes that "
+            'differ. "raise" makes the first two an error of `backward()` on every rank, and warns of the rest. "warn" '
+            'warns of all, "log" writes all into the logs `dpfuse.weights` and `dpfuse.loop`. In each case the log '
+            "`dpfuse.slow` tells which rank keeps the others waiting, in which phase of a step, and since when. "
+            '"off" looks at nothing. Each step hashes a small part of the weights, and some bits travel with the '
+            "gradients; no collective is added.",
+            _one_of("raise", "warn", "log", "off", remedy='leave it out to hear of what is wrong, or pass "off"'),
             {"DistributedDataParallel": "warn"},
-        ),
-    ]
-    find_slow_ranks: Annotated[
-        bool,
-        Option(
-            True,
-            "True times the phases of each step, by the host's clock. The heartbeat compares the ranks, and the log "
-            "`dpfuse.slow` of the first rank says which one keeps the others waiting, in which phase, and since when. "
-            "It costs a few microseconds per step.",
-            _flag,
         ),
     ]
     deterministic: Annotated[

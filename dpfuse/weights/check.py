@@ -33,15 +33,11 @@ from dpfuse.engine.protocols import PackStep
 from dpfuse.engine.report import Compared, Report
 from dpfuse.engine.report_layout import Question, ReportPlace
 from dpfuse.engine.streams import capturing
-from dpfuse.engine.user_line import warn_at_user
-from dpfuse.errors import DPFuseError, LoopWarning, WeightsWarning
+from dpfuse.findings import OTHER_TENSORS, REST, WEIGHTS, Level, say
 from dpfuse.weights.examination import Differences, compare, measure
 from dpfuse.weights.finding import (
-    CODE,
     OF_ANOTHER,
     OF_BACKWARDS,
-    OTHER_TENSORS,
-    SUSPECTED,
     Drift,
     Phrases,
     tell_other_tensors,
@@ -81,8 +77,7 @@ class WeightsCheck(Feature):
         tensors: returns the parameters to compare, by name.
         version: returns a number that changes where `tensors` may return others.
         group: the ranks.
-        raises: True raises where weights differ, False warns.
-        raises_suspected: the same for weights that differ after a rank has suspected it.
+        level: what becomes of a finding.
         words: for the messages.
         hold: how the hashing refers to the parameters; see `Hashing`.
 
@@ -101,8 +96,7 @@ class WeightsCheck(Feature):
         version: Callable[[], int],
         group: dist.ProcessGroup,
         *,
-        raises: bool,
-        raises_suspected: bool = False,
+        level: Level,
         words: Phrases = OF_BACKWARDS,
         hold: Hold | None = None,
     ) -> None:
@@ -112,11 +106,10 @@ class WeightsCheck(Feature):
         self._suspicion = Question("weights that a rank suspects", self._examine_soon)
         self._suspected = False  # whether a rank has, so that the next examination tells
         self._cause = ""  # what this rank has seen
-        self._raises_suspected = raises_suspected
         self._tensors = tensors
         self._version = version
         self._group = group
-        self._raises = raises
+        self._level = level
         self._words = words
         self._hold = hold
         # When the model was wrapped, the ranks have compared them.
@@ -390,9 +383,9 @@ class WeightsCheck(Feature):
             words=self._words,
         )
         rank = self._group.rank()
-        self._found = CODE, finding.text(rank)
+        self._found = WEIGHTS, finding.text(rank)
         if suspected:
-            self._found = SUSPECTED, finding.text(rank, cause=self._cause or OF_ANOTHER)
+            self._found = REST, finding.text(rank, cause=self._cause or OF_ANOTHER)
             self._cause = ""
         self.known |= dict.fromkeys(finding.names, self._noticed)
 
@@ -416,18 +409,7 @@ class WeightsCheck(Feature):
     def _tell_found(self) -> None:
         if self._found is not None:
             (code, text), self._found = self._found, None
-            self._tell(code, text)
-
-    def _tell(self, code: str, text: str) -> None:
-        # What is trained may be equal where the tensors are not the same ones, so that is no error.
-        raises = self._raises_suspected if code == SUSPECTED else self._raises
-        if not raises or code == OTHER_TENSORS:
-            kind = LoopWarning if code == SUSPECTED else WeightsWarning
-            warn_at_user(kind(text, code))
-            return
-        error = DPFuseError(text)
-        error.code = code
-        raise error
+            say(code, text, self._level)
 
     def synchronized(self) -> None:
         """Note that all ranks have the same weights again; to be called on every rank."""

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from dpfuse.findings import OTHER_TENSORS, REST, WEIGHTS
+
 __all__ = [
-    "CODE",
     "OF_ANOTHER",
     "OF_BACKWARDS",
-    "OTHER_TENSORS",
-    "SUSPECTED",
     "Drift",
     "Measured",
     "Phrases",
@@ -18,9 +17,6 @@ __all__ = [
     "tell_other_tensors",
 ]
 
-CODE = "DPF-W01"  # weights differ
-OTHER_TENSORS = "DPF-W02"  # the ranks have other parameters, so that nothing can be compared
-SUSPECTED = "DPF-L01"  # weights differ after a step on what one rank has added to the mean
 OF_ANOTHER = (
     "On another rank, backwards that were not synchronised have added to the mean over the ranks before a step; its "
     "error names the place."
@@ -105,11 +101,11 @@ class Drift:
         remedy = REMEDY.format(first=self.first + 1, how=self.words.synchronize)
         if cause:
             return (
-                f"{SUSPECTED}: rank {rank}: {cause} After the step the weights of the ranks differ. {self._which()} "
+                f"{REST}: rank {rank}: {cause} After the step the weights of the ranks differ. {self._which()} "
                 f"{self._distance()} {remedy}{PAGE}"
             )
         return (
-            f"{CODE}: rank {rank}: the weights of the ranks differ after the optimizer's step, expected equal bits. "
+            f"{WEIGHTS}: rank {rank}: the weights of the ranks differ after the optimizer's step, expected equal bits. "
             f"They became different after {self.words.averaged} {self.first} and before {self.last}. {self._which()} "
             f"{self._ranks()} {self._distance()} {self._kind()}{LOOK}{remedy}"
         )
@@ -162,7 +158,7 @@ def tell_known(rank: int, known: Mapping[str, int]) -> str:
     """
     which = f"parameter {next(iter(known))!r} differs" if len(known) == 1 else f"{len(known)} parameters differ"
     return (
-        f"{CODE}: rank {rank}: a checkpoint is saved while the weights of the ranks differ, expected equal ones: "
+        f"{WEIGHTS}: rank {rank}: a checkpoint is saved while the weights of the ranks differ, expected equal ones: "
         f"{which} since averaged backward {min(known.values())}. The file gets the weights of rank 0. Call "
         "model.synchronize_weights() on every rank first, or load an earlier checkpoint."
     )

@@ -13,8 +13,7 @@ __all__ = ["OPTIONS", "start"]
 OPTIONS: CommonOptions = {
     "metrics": True,
     "check_finite": "raise",
-    "check_weights": "raise",
-    "check_loop": "raise",
+    "check_training": "raise",
     "grad_norm_in_backward": True,
 }
 

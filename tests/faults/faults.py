@@ -18,7 +18,7 @@ STALL_TIMEOUT = 4.0  # seconds; longer than the stalls that must be survived
 SILENT = {"stall_timeout": STALL_TIMEOUT}
 AT_STALL = STALL_TIMEOUT + 3  # until every rank knows; two are owed, and one is for a busy machine
 CHECKED = {"check_finite": "raise"}
-COMPARED = {"check_weights": "raise"}
+COMPARED = {"check_training": "raise"}
 WEIGHTS = 15.0  # seconds until weights that differ are named: 64 steps
 
 FAULTS = [

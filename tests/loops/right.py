@@ -801,7 +801,7 @@ def gan_that_clips_its_discriminator_before_the_generators_loss(rank, size):
 
 @quiet
 def clipping_after_each_batch_on_purpose(rank, size):
-    model = dpfuse.DistributedDataParallel(mlp(), check_loop="off")
+    model = dpfuse.DistributedDataParallel(mlp())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for index, (x, y) in enumerate(batches(rank, 24)):
         with model.no_sync(enabled=(index + 1) % 4 != 0):
@@ -1427,7 +1427,7 @@ def patched(rank, size):
 
     with dpfuse.patch():
         model = DistributedDataParallel(mlp())
-    assert model._options.common["check_loop"] == "warn"
+    assert model._options.common["check_training"] == "warn"
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for x, y in batches(rank, 24):
         optimizer.zero_grad()

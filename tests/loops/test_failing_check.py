@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import gc
-import logging
 import warnings
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
 import torch
 
 import dpfuse
-from dpfuse.errors import LoopWarning
+from dpfuse.errors import DPFuseWarning, LoopWarning
 from dpfuse.loop.changed_gradients import ChangedGradients
-from dpfuse.loop.findings import findings
 from dpfuse.loop.local_steps import LocalSteps
 from dpfuse.loop.rank_words import RankWords
 from dpfuse.loop.repeated_order import RepeatedOrder
 from dpfuse.loop.watched_gradient import WatchedGradient
+from tests.loops.logs import logged
 from tests.loops.nets import batches, loss_of, mlp
 
 RULES = [
@@ -33,46 +32,24 @@ RULES = [
 ]
 
 
-class Records(logging.Handler):
-    """Keeps what was logged."""
-
-    def __init__(self):
-        super().__init__()
-        self.found = []
-
-    def emit(self, record):
-        self.found.append(record)
-
-
-@contextmanager
-def logged():
-    """The failures of which the log "dpfuse.loop" is told inside of the context."""
-    findings.forget()
-    logger, records = logging.getLogger("dpfuse.loop"), Records()
-    records.setLevel(logging.WARNING)
-    logger.addHandler(records)
-    try:
-        yield records.found
-    finally:
-        logger.removeHandler(records)
-
-
 def trained(model, rank):
     """Steps of two averages each, then steps on local gradients, so that every rule acts; returns the weights."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for index, (x, y) in enumerate(batches(rank, 48)):
-        with model.no_sync(enabled=index >= 36):
-            loss_of(model(x), y).backward()
-        if index % 2 or index >= 36:
-            optimizer.step()
-            optimizer.zero_grad()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DPFuseWarning)
+        for index, (x, y) in enumerate(batches(rank, 48)):
+            with model.no_sync(enabled=index >= 36):
+                loss_of(model(x), y).backward()
+            if index % 2 or index >= 36:
+                optimizer.step()
+                optimizer.zero_grad()
     return [param.detach().clone() for param in model.parameters()]
 
 
 @pytest.mark.parametrize(("owner", "method"), RULES, ids=[f"{owner.__name__}.{method}" for owner, method in RULES])
 def test_a_rule_that_fails_on_one_rank_ends_no_training(rank, size, owner, method):
-    expected = trained(dpfuse.DataParallel(mlp(), check_loop="off", check_weights="off"), rank)
-    model = dpfuse.DataParallel(mlp(), check_weights="off")
+    expected = trained(dpfuse.DataParallel(mlp(), check_training="off"), rank)
+    model = dpfuse.DataParallel(mlp(), check_training="warn")
     failing = mock.patch.object(owner, method, side_effect=RuntimeError("two\nlines"))
     with logged() as said, failing if rank == 0 else nullcontext():
         found = trained(model, rank)
@@ -86,7 +63,7 @@ def test_a_rule_that_fails_on_one_rank_ends_no_training(rank, size, owner, metho
 
 
 def test_a_check_that_is_off_holds_nothing(rank, size):
-    model = dpfuse.DataParallel(mlp(), check_weights="off")
+    model = dpfuse.DataParallel(mlp(), check_training="warn")
     with mock.patch.object(ChangedGradients, "before_step", side_effect=ValueError):
         trained(model, rank)
     gc.collect()
@@ -95,7 +72,7 @@ def test_a_check_that_is_off_holds_nothing(rank, size):
 
 
 def test_a_warning_that_the_program_has_made_an_error_is_one(rank, size):
-    model = dpfuse.DataParallel(mlp(), check_loop="warn", check_weights="warn")
+    model = dpfuse.DataParallel(mlp(), check_training="warn")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with logged() as said, warnings.catch_warnings():
         warnings.simplefilter("error", LoopWarning)

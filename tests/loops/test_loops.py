@@ -11,8 +11,8 @@ from unittest import mock
 import pytest
 
 from dpfuse.errors import DPFuseError, DPFuseWarning
+from dpfuse.findings import findings
 from dpfuse.loop import never_stepped, same_batches
-from dpfuse.loop.findings import findings
 from tests.docs.pages import ROOT, blocks_of
 from tests.loops import right, right_styles, wrong, wrong_styles
 from tests.one_in import one_in

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from dpfuse.findings import findings
 from dpfuse.loop.changed_gradients import STEPS, ChangedGradients
 from dpfuse.loop.cut_windows import CutWindows
-from dpfuse.loop.findings import findings
 from dpfuse.loop.local_rest import LocalRest
 from dpfuse.loop.watched_gradient import WatchedGradient, sample_of, values_of
 
@@ -194,7 +194,7 @@ def clipped_between(seen, windows):
     """What is logged where a gradient is halved between the two backwards of so many windows."""
     findings.forget()
     rule, optimizer = ChangedGradients(seen.watched), torch.optim.SGD([seen.param])
-    with mock.patch.object(findings, "log") as log:
+    with mock.patch.object(findings, "note") as log:
         for _ in range(windows):
             seen.backward()
             seen.param.grad *= 0.5
@@ -324,7 +324,7 @@ def dropped(lengths, between):
         seen.watched.backward_begins(announced=True)
         seen.param.square().sum().backward()
 
-    with mock.patch.object(findings, "log") as log:
+    with mock.patch.object(findings, "note") as log:
         for length, windows in zip(lengths, between, strict=True):
             for count in (*[3] * windows, length):
                 for place in range(count):

@@ -470,7 +470,7 @@ class Keywords(nn.Module):
 
 @named("DPF-L07")
 def schedule_that_sees_the_loss_of_its_rank(rank, size):
-    model = dpfuse.DistributedDataParallel(mlp(), check_weights="off")
+    model = dpfuse.DistributedDataParallel(mlp(), check_training="warn")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
     for x, y in batches(rank, 20):
@@ -483,7 +483,7 @@ def schedule_that_sees_the_loss_of_its_rank(rank, size):
 
 @named("DPF-L07")
 def rate_scaled_by_the_rank(rank, size):
-    model = dpfuse.DataParallel(mlp(), check_weights="off")
+    model = dpfuse.DataParallel(mlp(), check_training="warn")
     groups = [{"params": [param], "lr": 0.1 / (rank + place + 1)} for place, param in enumerate(model.parameters())]
     optimizer = torch.optim.AdamW(groups)
     for x, y in batches(rank, 20):
@@ -495,7 +495,7 @@ def rate_scaled_by_the_rank(rank, size):
 @named("DPF-L07")
 def warmup_by_a_count_of_samples(rank, size):
     """Ranks have batches of other sizes, and each counts its own."""
-    model = dpfuse.DistributedDataParallel(mlp(), check_weights="off")
+    model = dpfuse.DistributedDataParallel(mlp(), check_training="warn")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     generator, seen = seeded(rank), 0
     for _ in range(20):

@@ -820,7 +820,7 @@ def clipping_between_two_backwards_that_both_synchronise(rank, size):
 
 @named("DPF-L07")
 def schedule_on_rank_0_only(rank, size):
-    model = dpfuse.DistributedDataParallel(mlp(), check_weights="off")
+    model = dpfuse.DistributedDataParallel(mlp(), check_training="warn")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 24)
     for x, y in batches(rank, 20):
@@ -833,7 +833,7 @@ def schedule_on_rank_0_only(rank, size):
 
 @named("DPF-L07")
 def rate_loaded_from_a_checkpoint_on_rank_0(rank, size):
-    model = dpfuse.DataParallel(mlp(), check_weights="off")
+    model = dpfuse.DataParallel(mlp(), check_training="warn")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     if rank == 0:
         state = optimizer.state_dict()

@@ -160,14 +160,13 @@ def test_the_private_gradients_of_a_bucket_with_large_ones_are_one_call():
     assert (large, list(map(len, runs))) == ([3, 1, 0], [7, 1, 1])  # with four biases; a weight; the report
 
 
-@pytest.mark.parametrize(("check", "launches"), [("check_weights", 1), ("check_loop", 0)])
-def test_a_default_check_lets_the_host_wait_for_nothing_and_launches_no_more_than_this(check, launches, monkeypatch):
+def test_the_default_checks_let_the_host_wait_for_nothing_and_launch_one_kernel_more(monkeypatch):
     monkeypatch.setattr("dpfuse.weights.pieces.CALL", 1 << 20)  # so that each step hashes something
     found, kept = {}, []  # what is kept leaves the memory of the next model alone
     for level in ("off", "raise"):
-        kept.append(steps(Way(wrapped(**{check: level}), partial(chain, 300)), 5 * SETTLED))
+        kept.append(steps(Way(wrapped(check_training=level), partial(chain, 300)), 5 * SETTLED))
         found[level] = fewest_calls(kept[-1])
-    more = found["off"]._replace(launches=found["off"].launches + launches)
+    more = found["off"]._replace(launches=found["off"].launches + 1)
     assert found["raise"][:3] == more[:3]
     # Gradients of either model may have other addresses in each step. To write these, the host waits for a copy before.
     assert found["raise"].waits == Calls().waits + found["raise"].writes
@@ -199,7 +198,7 @@ def test_a_sum_is_started_by_the_back_end_unless_a_mode_watches_operations():
 def test_the_check_of_the_loop_costs_a_settled_step_at_most_one_launch_and_lets_the_host_wait_for_nothing(do, unhashed):
     found, launches, kept = {}, {}, []
     for level in ("off", "raise"):
-        kept.append(steps(Way(wrapped(check_loop=level), step=do), 2 * SETTLED))
+        kept.append(steps(Way(wrapped(check_training=level), step=do), 2 * SETTLED))
         with counted() as calls:
             kept[-1]()
         found[level] = calls_of(calls)._replace(launches=0)

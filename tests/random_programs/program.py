@@ -33,7 +33,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"deterministic": True},
     {"find_unused_parameters": True},
     {"check_finite": "raise"},
-    {"check_loop": "off"},
+    {"check_training": "off"},
     {"accumulate_in_buckets": True},
     {"metrics": True},
     {"grad_norm_in_backward": True},

@@ -82,7 +82,7 @@ class SeveralModels:
     def _wrapped(self, net: Net) -> tuple[Any, Any]:
         shared = self._shared
         face = shared.choice(["DataParallel", "DistributedDataParallel", "replicate"])
-        options: dict[str, Any] = {"check_loop": shared.choice(["raise", "off"])}
+        options: dict[str, Any] = {"check_training": shared.choice(["raise", "log", "off"])}
         for option in ("find_unused_parameters", "deterministic", "metrics"):
             if shared.random() < 0.25:
                 options[option] = True

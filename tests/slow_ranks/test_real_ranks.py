@@ -47,9 +47,9 @@ def test_nothing_is_said_of_healthy_runs(ranks):
 
 
 @pytest.mark.parametrize("on", [True, False])
-def test_only_a_model_that_asks_for_it_is_timed(rank, size, on):
+def test_a_model_that_is_not_checked_is_not_timed(rank, size, on):
     group = dist.new_group(list(range(size)))
-    model = dpfuse.DataParallel(nn.Linear(4, 2), group=group, find_slow_ranks=on, metrics=True)
+    model = dpfuse.DataParallel(nn.Linear(4, 2), group=group, check_training="warn" if on else "off", metrics=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     board = board_of(group)
     board.late = {"late_rank": 1.0}  # as another model of the group has found

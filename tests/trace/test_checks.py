@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 
 import dpfuse
-from dpfuse.loop.findings import findings
+from dpfuse.findings import findings
 from dpfuse.trace.attachment import start_tracer, stop_tracer
 from tests.loops.nets import batches, loss_of, mlp
 

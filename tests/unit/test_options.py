@@ -33,8 +33,8 @@ def test_every_face_takes_every_option_with_its_default(face):
         name: option.default_of(face) for name, option in DECLARED.items()
     }
     warns = face is dpfuse.DistributedDataParallel
-    assert shown["check_weights"].default == ("warn" if warns else "raise"), "the only default that differs"
-    assert [name for name, option in DECLARED.items() if option.other_defaults] == ["check_weights"]
+    assert shown["check_training"].default == ("warn" if warns else "raise"), "the only default that differs"
+    assert [name for name, option in DECLARED.items() if option.other_defaults] == ["check_training"]
 
 
 @pytest.mark.parametrize("face", FACES[:2], ids=lambda face: face.__module__)

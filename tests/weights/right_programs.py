@@ -231,7 +231,7 @@ def gradients_of_an_inner_loop_put_into_grad(rank: int, size: int) -> None:
 @right
 def weights_that_are_averaged_behind_each_step_on_an_average(rank: int, size: int) -> None:
     """The steps in between are local, so weights are equal when the first of them begins, and at no average."""
-    model = dpfuse.DataParallel(network(), check_loop="off")
+    model = dpfuse.DataParallel(network())
     optimizer = SGD(model.parameters(), lr=0.05)
     for step, inputs in enumerate(batches(rank, 3 * STEPS)):
         with model.no_sync(enabled=step % 3 != 2):
@@ -313,7 +313,7 @@ def torchs_periodic_averager(rank: int, size: int) -> None:
 
 @right
 def weights_that_are_averaged_behind_each_step(rank: int, size: int) -> None:
-    model = dpfuse.DataParallel(network(), check_loop="off")  # which names rates that differ
+    model = dpfuse.DataParallel(network(), check_training="log")  # which names rates that differ
     optimizer = SGD(model.parameters(), lr=0.05 * (rank + 1))  # each rank explores at its own rate
     for inputs in batches(rank):
         loss_of(model(inputs)).backward()
@@ -324,7 +324,7 @@ def weights_that_are_averaged_behind_each_step(rank: int, size: int) -> None:
 
 @right
 def noise_of_each_rank_without_the_check(rank: int, size: int) -> None:
-    model = dpfuse.DataParallel(network(), check_weights="off")
+    model = dpfuse.DataParallel(network(), check_training="off")
     optimizer = SGD(model.parameters(), lr=0.05)
     for inputs in batches(rank):
         loss_of(model(inputs)).backward()
@@ -668,7 +668,7 @@ def torchs_optimizers_in_backward(rank: int, size: int) -> None:
 
 @right
 def steps_inside_backward_whose_weights_are_averaged_behind_it(rank: int, size: int) -> None:
-    model = dpfuse.DataParallel(network(), check_loop="off")
+    model = dpfuse.DataParallel(network())
     optimizers = {param: SGD([param], lr=0.01) for param in model.parameters()}
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(lambda param: optimizers[param].step())

@@ -112,7 +112,7 @@ def noisy(module, optimizers, rank, step):
 
 
 def off(module):
-    return dpfuse.DataParallel(module, check_weights="off")
+    return dpfuse.DataParallel(module, check_training="off")
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def edit_shared(net):
 @pytest.mark.parametrize("name", one_in(2, SETTINGS))
 def test_a_frozen_weight(rank, size, name):
     options, make = SETTINGS[name]
-    model = dpfuse.DataParallel(Net(), check_weights="warn", **options)
+    model = dpfuse.DataParallel(Net(), check_training="warn", **options)
     (text,) = named(rank, size, edit_frozen, model, make(model), accumulate=2 if name == "in the buckets" else 1)
     assert "It is parameter 'frozen.weight'; 1 of 4 differ." in text
 
@@ -97,19 +97,19 @@ def test_a_frozen_weight(rank, size, name):
 @pytest.mark.parametrize("name", one_in(2, [name for name in SETTINGS if not name.startswith("sharded")]))
 def test_a_shared_weight_that_is_trained(rank, size, name):
     options, make = SETTINGS[name]
-    model = dpfuse.DataParallel(Net(), check_weights="warn", **options)
+    model = dpfuse.DataParallel(Net(), check_training="warn", **options)
     (text,) = named(rank, size, edit_shared, model, make(model), accumulate=2 if name == "in the buckets" else 1)
     assert "It is parameter 'layers.0.weight'; 1 of 4 differ." in text
 
 
 def test_of_16_bits(rank, size):
-    model = dpfuse.DataParallel(Net(torch.bfloat16), check_weights="warn")
+    model = dpfuse.DataParallel(Net(torch.bfloat16), check_training="warn")
     (text,) = named(rank, size, edit_shared, model, plain(model))
     assert "'layers.0.weight'" in text
 
 
 def test_of_a_compiled_model(rank, size):
-    model = dpfuse.DataParallel(Net(), check_weights="warn")
+    model = dpfuse.DataParallel(Net(), check_training="warn")
     (text,) = named(rank, size, edit_shared, model, plain(model), run=torch.compile(model, backend="eager"))
     torch._dynamo.reset()
     assert "'layers.0.weight'" in text
@@ -122,7 +122,7 @@ def test_inside_windows_of_several_batches(rank, size):
 
 
 def test_of_one_of_several_models(rank, size):
-    models = [dpfuse.DataParallel(Net(), check_weights="warn") for _ in range(3)]
+    models = [dpfuse.DataParallel(Net(), check_training="warn") for _ in range(3)]
     optimizers = [plain(model) for model in models]
     told = []
     for step in range(START + BOUND + 1):

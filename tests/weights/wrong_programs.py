@@ -27,7 +27,7 @@ def wrong(program: Program) -> Program:
 
 def meta_learning(rank: int, *, restores: bool, edits: bool) -> None:
     """First-order MAML, which may forget to take its inner steps back, or edit a weight on one rank."""
-    model = dpfuse.DistributedDataParallel(network(), check_loop="off")
+    model = dpfuse.DistributedDataParallel(network())
     outer = SGD(model.parameters(), lr=0.05)
     for step, inputs in enumerate(batches(rank, STEPS)):
         kept = [param.detach().clone() for param in model.parameters()]
@@ -141,7 +141,7 @@ def galore_with_a_schedule_for_each_layer(rank: int, size: int) -> None:
 
 @wrong
 def steps_inside_the_backwards_of_a_window(rank: int, size: int) -> None:
-    model = dpfuse.DistributedDataParallel(network(), check_loop="off")
+    model = dpfuse.DistributedDataParallel(network())
     optimizers = {param: SGD([param], lr=0.01) for param in model.module[2].parameters()}
     rest = SGD([param for param in model.parameters() if param not in optimizers], lr=0.01)
     for param, optimizer in optimizers.items():
@@ -157,7 +157,7 @@ def steps_inside_the_backwards_of_a_window(rank: int, size: int) -> None:
 @wrong
 def local_steps_whose_weights_are_never_averaged(rank: int, size: int) -> None:
     """Accumulation, with a step that was to be behind its condition."""
-    model = dpfuse.DistributedDataParallel(network(), check_loop="off")
+    model = dpfuse.DistributedDataParallel(network())
     optimizer = SGD(model.parameters(), lr=0.05)
     for step, inputs in enumerate(batches(rank, 3 * STEPS)):
         with model.no_sync(enabled=step % 3 != 2):

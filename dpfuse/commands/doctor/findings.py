@@ -8,16 +8,15 @@ from typing import Any
 
 from dpfuse.commands.doctor.runs import Run
 from dpfuse.commands.doctor.speed import WORTH, Link
-from dpfuse.loop.findings import ALONE as ALONE_CODE
-from dpfuse.loop.findings import EACH_AVERAGED, SAME_BATCHES
+from dpfuse.findings import ALONE as ALONE_CODE
+from dpfuse.findings import EACH_AVERAGED, SAME_BATCHES, WEIGHTS
 from dpfuse.trace.trace_file import MODULE_BUFFERS
-from dpfuse.weights.finding import CODE
 
 __all__ = ["Finding", "findings_of", "remarks_of"]
 
 DIFFER, SAME, ALONE = "the weights of the ranks differ", "the same batches on every rank", "a group of one rank"
 LEFT_OUT, BUFFERS = "a rank leaves out steps", "buffers differ between ranks"
-CHECKED = {DIFFER: CODE, SAME: SAME_BATCHES}  # dpfuse's own checks find these, too, and say more
+CHECKED = {DIFFER: WEIGHTS, SAME: SAME_BATCHES}  # dpfuse's own checks find these, too, and say more
 LOGGED = {ALONE_CODE: ALONE}  # what dpfuse logs only, and here is wrong
 SHOWN = 3  # names of a list
 

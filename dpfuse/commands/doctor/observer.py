@@ -38,7 +38,7 @@ from dpfuse.engine.plan import MB
 from dpfuse.engine.torch_private import LOADER_ITERATOR
 from dpfuse.engine.user_line import INSIDE
 from dpfuse.errors import DPFuseError
-from dpfuse.loop.findings import log as LOOP_LOG
+from dpfuse.findings import LOOP
 from dpfuse.measure.communication_times import CommunicationTimes
 from dpfuse.model.options import CommonOptions, filled
 from dpfuse.trace.attachment import start_tracer
@@ -295,8 +295,8 @@ class _Observer:
 
     def _hear_log(self) -> None:
         """Note what the checks of the loop log, since it may be meant so."""
-        LOOP_LOG.addHandler(_Notes(self._note))
-        LOOP_LOG.setLevel(min(LOOP_LOG.getEffectiveLevel(), logging.INFO))
+        LOOP.addHandler(_Notes(self._note))
+        LOOP.setLevel(min(LOOP.getEffectiveLevel(), logging.INFO))
 
     def _hear_exceptions(self) -> None:
         plain = sys.excepthook

@@ -212,7 +212,7 @@ def local_mean(model, param, rank, step):
 
 @pytest.mark.parametrize("when", ["change first", "change last", "new one frozen"])
 def test_what_a_window_accumulated_is_averaged_although_it_was_frozen_beside_a_change(rank, size, when):
-    model = dpfuse.DataParallel(net("AB"), check_loop="off")
+    model = dpfuse.DataParallel(net("AB"), check_training="log")
     for step in range(3):
         right_step(model, rank, size, step)
     model.zero_grad()
@@ -236,7 +236,7 @@ def test_what_a_window_accumulated_is_averaged_although_it_was_frozen_beside_a_c
 @pytest.mark.parametrize("option", [{"accumulate_in_buckets": True}, {"gradient_scale": 1.0}], ids=str)
 def test_a_pending_change_may_change_again(rank, size, option):
     """Parameters of the first change have hooks already, which are not those of another wrapper."""
-    model = dpfuse.DataParallel(net("AB"), check_loop="off", **option)
+    model = dpfuse.DataParallel(net("AB"), check_training="log", **option)
     for step in range(3):
         model(batch(rank, step)).square().sum().backward()
     model.module["C"] = nn.Linear(4, 4)

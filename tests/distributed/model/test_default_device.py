@@ -18,8 +18,7 @@ FACES = {
     "unused": lambda module: dpfuse.DataParallel(module, find_unused_parameters=True),
     "in buckets": lambda module: dpfuse.DataParallel(module, accumulate_in_buckets=True),
     "norm": lambda module: dpfuse.DataParallel(module, grad_norm_in_backward=True),
-    "weights and loop": lambda module: dpfuse.DataParallel(module, check_weights="raise", check_loop="raise"),
-    "slow ranks": lambda module: dpfuse.DataParallel(module, find_slow_ranks=True),
+    "training": lambda module: dpfuse.DataParallel(module, check_training="raise"),
     "replicate": dpfuse.replicate,
 }
 

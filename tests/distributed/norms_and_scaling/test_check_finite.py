@@ -219,7 +219,7 @@ def test_a_warning_that_is_made_an_error_leaves_no_rank_waiting(rank, size):
 
 
 def test_by_default_nobody_looks(rank, size):
-    model = dpfuse.DataParallel(Net(), check_loop="off")  # which has a step of its own
+    model = dpfuse.DataParallel(Net(), check_training="off")  # which has a step of its own
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model(**(bad() if rank else {})).backward()

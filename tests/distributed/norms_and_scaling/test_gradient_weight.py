@@ -283,7 +283,7 @@ def test_without_a_weight_the_bits_are_those_of_ever(rank, size):
     results = []
     for once in (False, True):
         torch.manual_seed(0)
-        model = dpfuse.DataParallel(nn.Linear(50, 50), None, 0, 0, check_loop="off")
+        model = dpfuse.DataParallel(nn.Linear(50, 50), None, 0, 0, check_training="off")
         if once:
             model.set_gradient_weight(7.0)
             model(torch.randn(3, 50, generator=torch.Generator().manual_seed(9))).sum().backward()

@@ -61,7 +61,7 @@ WORKING = {
     "private": ({"gradient_as_bucket_view": False}, {}),
     "static graph": ({"static_graph": True}, {}),
     "unused parameters": ({"find_unused_parameters": True}, {}),
-    "strict": ({"check": "strict", "check_loop": "raise", "check_weights": "raise"}, {}),
+    "strict": ({"check": "strict", "check_training": "raise"}, {}),
     "small buckets": ({"bucket_cap_mb": 1e-4}, {}),
 }
 OFTEN = ("deterministic", "16-bit wire", "views", "strict")

@@ -14,6 +14,7 @@ from tests.ranks import RankError, RankPool
 __all__ = ["STEPS", "Survey", "row"]
 
 STEPS = (1, 2, 4)  # the recorded backward, the first with new buckets, and a settled one
+INSIDE = 12  # of the lines inside an exchange one of so many is tried: each ends the group, which takes seconds
 PATIENCE = 20.0  # seconds for one trial, of which a right one takes a twentieth of a second
 
 
@@ -73,9 +74,14 @@ class Survey:
     def _times(self, step: int, passed: Passed, end: int, *, every: bool) -> Sequence[int]:
         times: list[int] = []
         taken: dict[str, list[int]] = {}
+        inside = 0
         for at, (name, collectives) in enumerate(zip(passed.places, passed.collectives, strict=True), 1):
             if end and collectives >= end:
                 break
+            if passed.exchanging[at - 1]:
+                inside += 1
+                if inside % INSIDE:
+                    continue
             times.append(at)
             if (step, name) not in self._tried:
                 taken.setdefault(name, []).append(at)

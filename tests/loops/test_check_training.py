@@ -1,4 +1,4 @@
-"""What `check_loop` does at each level, what it costs, and what tells an average by hand from clipping."""
+"""What `check_training` does at each level, what it costs, and what tells an average by hand from clipping."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dpfuse
 from dpfuse.errors import DPFuseError, LoopWarning
-from dpfuse.loop.findings import findings
+from dpfuse.findings import findings
 from dpfuse.loop.local_rest import LocalRest
 from dpfuse.loop.watched_gradient import only_rescaled
+from tests.loops.logs import logged
 from tests.loops.nets import batches, loss_of, mlp
 from tests.operations import Operations
 
@@ -46,16 +47,16 @@ def late_switch(model, rank, steps, data_of=None):
 
 
 @pytest.mark.parametrize("face", [dpfuse.DataParallel, dpfuse.DistributedDataParallel])
-def test_the_default_is_an_error_two_averages_after_the_first_such_step(rank, size, face):
-    errors, warned = late_switch(face(mlp(), check_weights="warn"), rank, 4)
+def test_raise_is_an_error_two_averages_after_the_first_such_step(rank, size, face):
+    errors, warned = late_switch(face(mlp(), check_training="raise"), rank, 4)
     assert [(step, error.code) for step, error in errors] == [(2, "DPF-L01")]
     assert f"rank {rank}: SGD has stepped on gradients that are not the mean over the ranks" in str(errors[0][1])
-    assert "test_check_loop.py:" in str(errors[0][1])
+    assert "test_check_training.py:" in str(errors[0][1])
     assert warned == []
 
 
 def test_a_rank_that_has_seen_nothing_raises_too(rank, size):
-    model = dpfuse.DataParallel(mlp(), check_weights="warn")
+    model = dpfuse.DataParallel(mlp())
     with mock.patch.object(LocalRest, "before_step") if rank else nullcontext():
         errors, _ = late_switch(model, rank, 4)
     ((step, error),) = errors
@@ -77,7 +78,7 @@ def test_ranks_that_add_the_same_are_looked_at_ever_less_often(rank, size):
 @pytest.mark.parametrize("same", [True, False])
 def test_a_checkpoint_settles_what_is_suspected(rank, size, same):
     """On one rank only, and no backward follows."""
-    model = dpfuse.DataParallel(mlp(), check_weights="warn")
+    model = dpfuse.DataParallel(mlp())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with mock.patch.object(LocalRest, "before_step") if rank else nullcontext():
         for index, (x, y) in enumerate(batches(0 if same else rank, 2)):
@@ -89,31 +90,39 @@ def test_a_checkpoint_settles_what_is_suspected(rank, size, same):
 
 
 def test_warn_goes_on_and_warns_once(rank, size):
-    model = dpfuse.DataParallel(mlp(), check_loop="warn", check_weights="warn")
+    model = dpfuse.DataParallel(mlp(), check_training="warn")
     errors, warned = late_switch(model, rank, 12)
     assert errors == []
     assert [each.message.code for each in warned] == ["DPF-L01"]
 
 
 def test_where_weights_are_not_compared_it_goes_to_the_log(rank, size):
-    model = dpfuse.DataParallel(mlp(), check_weights="off")
-    with mock.patch.object(findings, "log") as log:
+    model = dpfuse.DataParallel(mlp())
+    model._sync.weights.turn_off("this test wants it")
+    with mock.patch.object(findings, "note") as note:
         assert late_switch(model, rank, 3) == ([], [])
-    assert {call.args[0] for call in log.call_args_list} == {"DPF-L01"}
+    assert {call.args[0] for call in note.call_args_list} == {"DPF-L01"}
+
+
+def test_log_writes_what_would_be_a_warning(rank, size):
+    with logged() as said:
+        errors, warned = late_switch(dpfuse.DataParallel(mlp(), check_training="log"), rank, 4)
+    assert (errors, warned) == ([], [])
+    assert [record.getMessage().partition(":")[0] for record in said] == ["DPF-L01"]
 
 
 def test_off_looks_at_nothing(rank, size):
-    model = dpfuse.DataParallel(mlp(), check_loop="off", check_weights="off")
+    model = dpfuse.DataParallel(mlp(), check_training="off")
     assert model._sync.loop is None
     assert late_switch(model, rank, 3) == ([], [])
 
 
 def test_patch_warns_unless_it_is_told_otherwise(rank, size):
-    for options, level in (({}, "warn"), ({"check_loop": "raise"}, "raise"), ({"check_loop": "off"}, "off")):
+    for options, level in (({}, "warn"), ({"check_training": "raise"}, "raise"), ({"check_training": "off"}, "off")):
         with dpfuse.patch(**options):
-            assert DistributedDataParallel(mlp())._options.common["check_loop"] == level
+            assert DistributedDataParallel(mlp())._options.common["check_training"] == level
     with dpfuse.patch():
-        assert DistributedDataParallel(mlp(), check_loop="off")._options.common["check_loop"] == "off"
+        assert DistributedDataParallel(mlp(), check_training="off")._options.common["check_training"] == "off"
 
 
 def modes(model, rank, steps, mode_of):
@@ -166,13 +175,13 @@ def test_one_rank_has_no_check(group):
 
 
 def test_another_level_is_refused():
-    with pytest.raises(ValueError, match="check_loop must be one of 'raise', 'warn', 'off', got True"):
-        dpfuse.DataParallel(mlp(), check_loop=True)
+    with pytest.raises(ValueError, match="check_training must be one of 'raise', 'warn', 'log', 'off', got True"):
+        dpfuse.DataParallel(mlp(), check_training=True)
 
 
 def operations_of(count, level):
     """Torch operations of a step, behind the steps in which ranks compare something."""
-    model = dpfuse.DataParallel(nn.Sequential(*[nn.Linear(3, 3) for _ in range(count)]), check_loop=level)
+    model = dpfuse.DataParallel(nn.Sequential(*[nn.Linear(3, 3) for _ in range(count)]), check_training=level)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for step in range(30):
         with Operations() as done:
@@ -185,11 +194,6 @@ def operations_of(count, level):
 def test_a_settled_step_has_no_operation_more(rank, size):
     for count in (5, 20):
         assert operations_of(count, "raise") == operations_of(count, "off")
-
-
-def test_what_the_ranks_compare_adds_few_bytes_to_the_report(rank, size):
-    numels = [dpfuse.DataParallel(mlp(), check_loop=level).reducer.in_use.report.numel for level in ("raise", "off")]
-    assert 0 < 4 * (numels[0] - numels[1]) <= 256
 
 
 GENERATOR = torch.Generator().manual_seed(0)

@@ -1,9 +1,9 @@
-"""What it costs to check the training loop: whole steps with and without the check, in turns.
+"""What it costs to check a training: whole steps with `check_training` and without, in turns.
 
-A step is forward, backward, SGD, and dropping the gradients. The ranks compare hashes of inputs, rates and modes in 17
-of the first 20 steps, and in two of 128 later, so 128 steps are timed together, behind the first ones. CPU time of the
-thread that trains, on two gloo ranks. "its calls" is that inside the methods of the check: the few microseconds
-cannot be told from the noise of a step of 1,000 parameters.
+A step is forward, backward, SGD, and dropping the gradients. Not each step hashes weights, and the ranks compare
+inputs, rates and modes in 17 of the first 20 steps and in two of 128 later. So 128 steps are timed together, after the
+first ones. CPU time of the thread that trains, on two gloo ranks. "its calls" is that inside the methods of all checks:
+a few microseconds cannot be told from the noise of whole steps.
 """
 
 from __future__ import annotations
@@ -17,26 +17,23 @@ import pytest
 import torch
 
 import dpfuse
-from bench.bench_checks import time_in_turns
+from bench.bench_checks import five_ms, time_in_turns
 from bench.call_time import time_calls
 from bench.equality import prove_gradients
-from bench.models import Workload, chain
+from bench.models import Workload, chain, layers
 from bench.playback import play_back, played_back, remembered
 from bench.rank_group import on_ranks
 from bench.step_time import Effort
 
-__all__ = ["CALLS", "ROUND", "SETTLED", "WRAPS", "time_loop"]
+__all__ = ["CALLS", "ROUND", "SETTLED", "WRAPS", "time_training"]
 
 SETTLED = 40  # steps, after which each rule has decided, or looks as it does from then on
-ROUND = 128  # steps, of which two compare the ranks
+ROUND = 128  # steps, of which two compare the ranks; in them all weights of up to 1,024 parameters are hashed
 WRAPS = ("checked", "checked again", "not checked")
 CALLS = "its calls"
-METHODS = (  # of the check
-    "forward_begins", "tell", "backward_begins", "local_backward_ended", "delivered", "before_step", "after_step"
-)  # fmt: skip
 
 
-def time_loop(
+def time_training(
     build: Callable[[], Workload], effort: Effort, backwards: int = 1, steps: int = ROUND
 ) -> dict[str, dict[str, Any]]:
     """Prove that gradients are averaged, then time rounds of steps in turns; on every rank.
@@ -48,7 +45,8 @@ def time_loop(
         steps: in a round.
 
     Returns:
-        The fields of `StepTimes` by contender, for one step; `extra` is over the steps that check nothing.
+        The fields of `StepTimes` by contender, for one step; `extra` is over the steps that check nothing, and for the
+        calls their time.
     """
 
     def make(name: str, workload: Workload) -> Callable[[], None]:
@@ -57,16 +55,15 @@ def time_loop(
     results = time_in_turns(build, make, dict.fromkeys(WRAPS, "not checked"), effort, steps)
     workload = build()
     run, sync = _round("checked", workload, backwards, steps)
-    calls = time_calls(run, sync.loop, sync.grads.events, METHODS, steps, effort.rounds * effort.rebuilds)
+    owners = [each for each in (sync.phases, sync.loop, sync.weights) if each is not None]
+    calls = time_calls(run, owners, sync.grads.events, steps, effort.rounds * effort.rebuilds)
     calls.facts["parameters"] = len(list(workload.module.parameters()))
     return results | {CALLS: asdict(calls)}
 
 
 def _round(name: str, workload: Workload, backwards: int, steps: int) -> tuple[Callable[[], None], Any]:
     """So many steps of the wrapped workload, which averages rightly; and its synchronisation."""
-    # The comparison of weights is off: it takes other slices in each step.
-    level = "off" if name == "not checked" else "raise"
-    model = dpfuse.DataParallel(workload.module, check_loop=level, check_weights="off")
+    model = dpfuse.DataParallel(workload.module, check_training="off" if name == "not checked" else "raise")
     # With a rate of 0 all weights stay as they are, however many steps are timed.
     optimizer = torch.optim.SGD(workload.module.parameters(), lr=0.0)
 
@@ -84,18 +81,21 @@ def _round(name: str, workload: Workload, backwards: int, steps: int) -> tuple[C
     return run, model._sync
 
 
-CASES: dict[str, tuple[Callable[[], Workload], Effort, int]] = {
-    "10 parameters": (partial(chain, 10), Effort(6, 5, 0), 1),
-    "10 parameters, 4 backwards": (partial(chain, 10), Effort(3, 3, 0), 4),
-    "1000 parameters": (partial(chain, 1000), Effort(1, 3, 0), 1),
+CASES: dict[str, tuple[Callable[[], Workload], Effort, int, int]] = {
+    "10 parameters": (partial(chain, 10), Effort(6, 5, 0), 1, ROUND),
+    "10 parameters, 4 backwards": (partial(chain, 10), Effort(3, 3, 0), 4, ROUND),
+    "100 parameters": (partial(chain, 100), Effort(4, 3, 0), 1, ROUND),
+    "1000 parameters": (partial(chain, 1000), Effort(1, 3, 0), 1, ROUND),
+    "step of 5 ms": (five_ms, Effort(2, 3, 0), 1, ROUND),
+    "100 MB": (partial(layers, 6, 2048, rows=8), Effort(1, 1, 0), 1, ROUND // 2),
 }
 QUICK = Effort(1, 1, 0)
 
 
 @remembered
 def _measured(case: str, quick: bool) -> Any:
-    build, effort, backwards = CASES[case]
-    return on_ranks(2, "cpu", time_loop, build, QUICK if quick else effort, backwards)
+    build, effort, backwards, steps = CASES[case]
+    return on_ranks(2, "cpu", time_training, build, QUICK if quick else effort, backwards, steps)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -103,7 +103,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @played_back
-def test_loop(benchmark: Any, request: pytest.FixtureRequest, case: str, variant: str) -> None:
+def test_training(benchmark: Any, request: pytest.FixtureRequest, case: str, variant: str) -> None:
     result = dict(_measured(case, request.config.getoption("--quick"))[variant])
     facts, seconds = result.pop("facts"), result.pop("seconds")
-    play_back(benchmark, seconds, {"suite": "loop", "case": case, "variant": variant, **result, **facts})
+    play_back(benchmark, seconds, {"suite": "training", "case": case, "variant": variant, **result, **facts})

@@ -1,0 +1,111 @@
+"""The codes of what the checks of a training find, and how a finding is said. Knows no check."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from typing import Literal
+
+from dpfuse.engine.user_line import warn_at_user
+from dpfuse.errors import DPFuseError, LoopWarning, WeightsWarning
+
+__all__ = [
+    "ALONE", "CHANGED_IN_WINDOW", "CUT_WINDOW", "EACH_AVERAGED", "NEVER_STEPPED", "NOTHING_AVERAGED", "OTHER_MODES",
+    "OTHER_RATES", "OTHER_TENSORS", "REST", "SAME_BATCHES", "SAME_ORDER", "WEIGHTS", "Findings", "Level", "findings",
+    "say",
+]  # fmt: skip
+
+Level = Literal["raise", "warn", "log"]  # what becomes of a finding, as the user of a wrapper wants it
+
+REST = "DPF-L01"
+NOTHING_AVERAGED = "DPF-L02"
+CUT_WINDOW = "DPF-L03"
+NEVER_STEPPED = "DPF-L04"
+SAME_BATCHES = "DPF-L05"
+CHANGED_IN_WINDOW = "DPF-L06"
+OTHER_RATES = "DPF-L07"
+OTHER_MODES = "DPF-L08"
+ALONE = "DPF-L09"
+EACH_AVERAGED = "DPF-L10"
+SAME_ORDER = "DPF-L11"
+WEIGHTS = "DPF-W01"
+OTHER_TENSORS = "DPF-W02"
+
+ERRORS = (REST, WEIGHTS)  # with "raise"; the others leave numbers that a program may mean so
+LOOP, WEIGHTS_LOG = logging.getLogger("dpfuse.loop"), logging.getLogger("dpfuse.weights")
+PAGE = "The page guide/loops.md has a section on {code}."
+
+
+def say(code: str, text: str, level: Level) -> None:
+    """Say what a check has found.
+
+    Args:
+        code: of the finding.
+        text: begins with the code; what was seen, what is expected, and the remedy.
+        level: "raise" raises the worst findings and warns of the others, "warn" warns of all at the user's line, "log"
+            writes them into a log.
+
+    Raises:
+        DPFuseError: the finding, with its code.
+    """
+    if level == "raise" and code in ERRORS:
+        error = DPFuseError(text)
+        error.code = code
+        raise error
+    of_weights = code in (WEIGHTS, OTHER_TENSORS)
+    if level == "log":
+        (WEIGHTS_LOG if of_weights else LOOP).warning("%s", text)
+    else:
+        warn_at_user((WeightsWarning if of_weights else LoopWarning)(text, code))
+
+
+class Findings:
+    """What this process has said of its training loop: each finding once."""
+
+    def __init__(self) -> None:
+        self._said: set[str] = set()
+
+    def tell(self, code: str, text: str, level: Level) -> None:
+        """Say a finding as `say` does, unless this process has said so before.
+
+        Args:
+            code: of the finding.
+            text: without the code.
+            level: as that of `say`.
+        """
+        if code not in self._said:
+            self._said.add(code)
+            say(code, f"{code}: {text} {PAGE.format(code=code)}", level)
+
+    def note(self, code: str, rank: int, text: str) -> None:
+        """Write into the log "dpfuse.loop" what may be meant so, unless this process has done so before."""
+        if code not in self._said:
+            self._said.add(code)
+            LOOP.info("%s: %s %s", code, text, PAGE.format(code=code), extra={"rank": rank})
+
+    def log_failure(self, rank: int, error: Exception) -> None:
+        """Write into the same log that the check itself has failed, each time: it happens once for each model.
+
+        Args:
+            rank: of this process.
+            error: that a rule has raised.
+        """
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        LOOP.warning(
+            "rank %d: the check of the training loop has failed with %s: %s (at %s:%d). Training goes on; from now on "
+            'this rank does not check the loop of this model. Report this, or pass check_training="off" to the '
+            "wrapper.",
+            rank,
+            type(error).__name__,
+            " ".join(str(error).split()),
+            place.filename.rpartition("/")[2],
+            place.lineno,
+            extra={"rank": rank},
+        )
+
+    def forget(self) -> None:
+        """Say everything again: for a process that runs several programs one after the other."""
+        self._said.clear()
+
+
+findings = Findings()  # of this process
