@@ -41,15 +41,6 @@ class LocalSteps:
                 self._say(type(optimizer).__name__)
         self._before = means, others
 
-    @property
-    def settled(self) -> bool:
-        """Whether a step on a mean changes nothing but what `skipped` notes."""
-        return not self._steps
-
-    def skipped(self, means: int, others: int) -> None:
-        """Note how many backwards there had been at the last of some steps on means, of which it was not told."""
-        self._before = means, others
-
     def _say(self, optimizer: str) -> None:
         rank = self._model.rank
         findings.note(

@@ -25,7 +25,6 @@ from dpfuse.loop.model import Model
 from dpfuse.loop.never_stepped import NeverStepped
 from dpfuse.loop.optimizer_rules import OptimizerRules, best_of
 from dpfuse.loop.rank_words import WIDTHS, is_due, next_change
-from dpfuse.loop.repeated_order import RepeatedOrder
 from dpfuse.loop.watched_gradient import WatchedGradient, is_plain
 
 __all__ = ["LoopCheck"]
@@ -66,7 +65,6 @@ class LoopCheck(Feature):
         self._module = module
         self._rank = rank
         self.failed = False
-        self._hears_forwards = True
         self._next_change = next_change(0)  # how many averages there are when words begin to travel, or no longer do
         self._trains: bool | None = None  # whether the module was in training mode in the last forward
         self._question = Question("modes that a rank has switched", self._compare_soon)
@@ -80,7 +78,6 @@ class LoopCheck(Feature):
         self._spares: list[WatchedGradient] = []
         self._of: dict[ref[Optimizer], OptimizerRules] = {}
         self._steps = 0
-        self._order: RepeatedOrder | None = RepeatedOrder()  # until it has decided
         self._never_stepped: NeverStepped | None = None
         self._runs = False  # whether a backward was opened and has not ended
         self._announced = False
@@ -116,13 +113,10 @@ class LoopCheck(Feature):
             switched, self._trains = self._trains is not None, trains
             if switched and model is not None and model.averages >= self._silent_until:
                 self._question.asks = True
-        if not self._hears_forwards:
+        if model is None or not model.due or self._comparison is None:
             return
         try:
-            if self._order is not None:
-                self._order.forward_begins(inputs)
-            if model is not None and model.due and self._comparison is not None:
-                self._comparison.forward_begins(inputs)
+            self._comparison.forward_begins(inputs)
         except Exception as error:
             self._fail(error)
 
@@ -195,7 +189,6 @@ class LoopCheck(Feature):
             if model.averages == self._next_change:
                 asked = model.averages < self._until
                 model.due = asked or is_due(model.averages)
-                self._hears_forwards = self._order is not None or model.due
                 later = next_change(model.averages)
                 self._next_change = min(later, self._until) if asked else later
             for watched in self._watched:
@@ -211,9 +204,6 @@ class LoopCheck(Feature):
                 return
             if self._never_stepped is not None and not self._never_stepped.decided:
                 self._never_stepped.before_step(optimizer)
-            if self._order is not None and self._order.decided:
-                self._order.tell(model.rank)
-                self._order = None
             if self._runs:
                 return
             comparison = self._comparison
@@ -221,7 +211,7 @@ class LoopCheck(Feature):
                 comparison.before_step(optimizer)
             rules = self._of.get(ref(optimizer))
             if rules is None:
-                self._forget_freed()
+                self._of = {each: found for each, found in self._of.items() if each() is not None}
                 rules = self._of[ref(optimizer)] = OptimizerRules(model, self._suspect)
             before = rules.watched
             rules.before_step(optimizer, self._spares)
@@ -238,17 +228,11 @@ class LoopCheck(Feature):
         """
         if isinstance(error, (DPFuseError, LoopWarning)):
             raise error
-        self.failed, self._hears_forwards = True, False
+        self.failed = True
         findings.log_failure(self._rank, error)
-        for rules in self._of.values():
-            rules.stop()
         self._of.clear()
         self._watched, self._spares = [], []
-        self._model = self._comparison = self._order = self._never_stepped = None
-
-    def _forget_freed(self) -> None:
-        for optimizer in [each for each in self._of if each() is None]:
-            self._of.pop(optimizer).stop()
+        self._model = self._comparison = self._never_stepped = None
 
     def _begin(self) -> Model:
         grads = self._engine

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from dpfuse.engine.autograd import hooks_on
-from dpfuse.loop.changed_gradients import ChangedGradients
-from dpfuse.loop.cut_windows import CutWindows
 from dpfuse.loop.local_rest import LocalRest
 from dpfuse.loop.local_steps import LocalSteps
 from dpfuse.loop.model import Model
@@ -20,29 +17,6 @@ from dpfuse.loop.watched_gradient import WatchedGradient, is_plain
 __all__ = ["OptimizerRules", "best_of"]
 
 SMALL = 8  # elements, of which fewer can hardly tell how they have changed
-
-
-class _Rules(NamedTuple):
-    """Look at a gradient before each step of one optimizer, in this order."""
-
-    rest: LocalRest
-    steps: LocalSteps
-    cut: CutWindows
-    changed: ChangedGradients
-
-    @property
-    def settled(self) -> bool:
-        """Whether another window like the last one, which ended with an average, tells them nothing."""
-        return self.steps.settled and self.cut.settled and self.changed.settled
-
-    def skipped(self, count: int, means: int, others: int) -> None:
-        """Note so many of these windows, and how many backwards of the model there were at the last of them."""
-        self.steps.skipped(means, others)
-        self.cut.skipped(count)
-
-    def stop(self) -> None:
-        """Let none act between steps any more."""
-        self.changed.stop()
 
 
 class OptimizerRules:
@@ -60,12 +34,8 @@ class OptimizerRules:
         self.watched: WatchedGradient | None = None
         self._model = model
         self._suspect = suspect
-        self._rules: _Rules | None = None
+        self._rules: tuple[LocalRest, LocalSteps] | None = None
         self._missed = 0  # steps without a gradient to look at
-        self._settled = False  # whether another window like the last one tells the rules nothing
-        self._length = 0  # of that one
-        self._skipped = 0  # such windows, of which no rule was told
-        self._counts = 0, 0  # averages, and other backwards, at the last of them
 
     def before_step(self, optimizer: Optimizer, spares: Sequence[WatchedGradient]) -> None:
         """Have the rules look.
@@ -75,10 +45,6 @@ class OptimizerRules:
             spares: gradients that were watched so far, of which it may own some.
         """
         watched = self.watched
-        if self._settled and watched is not None and watched.stepped_as_before(self._length):
-            self._skipped += 1
-            self._counts = self._model.averages, self._model.others
-            return
         if watched is None or watched.param.grad is None:
             self._missed += 1
             if self._missed & (self._missed - 1):  # searching takes time, so it is done at powers of two
@@ -86,21 +52,10 @@ class OptimizerRules:
             watched = self._choose(optimizer, spares)
         if watched is None or not watched.is_new:
             return
-        rules = self._rules
-        assert rules is not None
-        if self._skipped:
-            rules.skipped(self._skipped, *self._counts)
-            self._skipped = 0
-        for rule in rules:
+        assert self._rules is not None
+        for rule in self._rules:
             rule.before_step(optimizer)
         watched.stepped()
-        self._settled = watched.means == 1 and not watched.odd and rules.settled
-        self._length = watched.length
-
-    def stop(self) -> None:
-        """Let no rule act between steps any more."""
-        if self._rules is not None:
-            self._rules.stop()
 
     def _choose(self, optimizer: Optimizer, spares: Sequence[WatchedGradient]) -> WatchedGradient | None:
         wanted = {id(param) for group in optimizer.param_groups for param in group["params"]}
@@ -114,14 +69,7 @@ class OptimizerRules:
             best = [(name, param) for name, param in best if own[name].length == most]
         name, param = best[-1]
         watched = self.watched = own[name] if own else WatchedGradient(param, name, self._model.rank)
-        self.stop()
-        self._settled, self._skipped = False, 0
-        self._rules = _Rules(
-            LocalRest(watched, self._suspect),
-            LocalSteps(watched, self._model),
-            CutWindows(watched),
-            ChangedGradients(watched),
-        )
+        self._rules = LocalRest(watched, self._suspect), LocalSteps(watched, self._model)
         return watched
 
 

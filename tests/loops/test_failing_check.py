@@ -12,22 +12,20 @@ import torch
 
 import dpfuse
 from dpfuse.errors import DPFuseWarning, LoopWarning
-from dpfuse.loop.changed_gradients import ChangedGradients
+from dpfuse.loop.local_rest import LocalRest
 from dpfuse.loop.local_steps import LocalSteps
 from dpfuse.loop.rank_words import RankWords
-from dpfuse.loop.repeated_order import RepeatedOrder
 from dpfuse.loop.watched_gradient import WatchedGradient
 from tests.loops.logs import logged
 from tests.loops.nets import batches, loss_of, mlp
 
 RULES = [
-    (RepeatedOrder, "forward_begins"),
     (RankWords, "tell"),
     (RankWords, "delivered"),
     (WatchedGradient, "backward_begins"),
     (WatchedGradient, "local_ends"),
     (WatchedGradient, "mean_ends"),
-    (ChangedGradients, "before_step"),
+    (LocalRest, "before_step"),
     (LocalSteps, "before_step"),
 ]
 
@@ -64,7 +62,7 @@ def test_a_rule_that_fails_on_one_rank_ends_no_training(rank, size, owner, metho
 
 def test_a_check_that_is_off_holds_nothing(rank, size):
     model = dpfuse.DataParallel(mlp(), check_training="warn")
-    with mock.patch.object(ChangedGradients, "before_step", side_effect=ValueError):
+    with mock.patch.object(LocalRest, "before_step", side_effect=ValueError):
         trained(model, rank)
     gc.collect()
     ours = {id(param) for param in model.parameters()}

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from dpfuse.loop.input_hash import InputHash
-from dpfuse.loop.repeated_order import FORWARDS, RepeatedOrder
 
 WITH_BYTES = {
     "floats": torch.randn(3, 4),
@@ -62,12 +61,3 @@ def test_the_hash_depends_on_every_input():
             found.add(((torch.full((3,), float(value)),), {}))
         words.add(tuple(found.word()))
     assert len(words) == 4
-
-
-@pytest.mark.parametrize("name", [*WITH_BYTES, *WITHOUT])
-def test_any_first_input_may_come_again(name):
-    order = RepeatedOrder()
-    for _ in range(FORWARDS + 1):
-        order.forward_begins((({**WITH_BYTES, **WITHOUT}[name],), {}))
-    assert order.decided  # the same batch again and again, or one that is not read
-    order.tell(0)

@@ -1,16 +1,11 @@
-"""What is seen of one gradient between backwards: which were counted, and what other code did to it."""
+"""What is seen of one gradient between backwards: which were counted, and whether other code zeroed it."""
 
 from __future__ import annotations
-
-from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
-from dpfuse.findings import findings
-from dpfuse.loop.changed_gradients import STEPS, ChangedGradients
-from dpfuse.loop.cut_windows import CutWindows
 from dpfuse.loop.local_rest import LocalRest
 from dpfuse.loop.watched_gradient import WatchedGradient, sample_of, values_of
 
@@ -26,10 +21,9 @@ class Late(WatchedGradient):
 class Watching:
     """A parameter, its watched gradient, and backwards of it; `late` as on a GPU, whose values are not read."""
 
-    def __init__(self, late=False, compares=False):
+    def __init__(self, late=False):
         self.param = nn.Parameter(torch.arange(12.0).view(3, 4))
         self.watched = (Late if late else WatchedGradient)(self.param, "weight", 0)
-        self.watched.compares, self.watched.keeps_bits = compares, int(compares)
 
     def backward(self, *, sync=False, announced=True):
         self.watched.backward_begins(announced=announced)
@@ -71,7 +65,6 @@ def test_zeroing_begins_again_behind_a_step(late, to_none):
     seen.param.grad = None if to_none else seen.param.grad.zero_()
     seen.backward()
     assert seen.counts == (0, 1, 0, 1)
-    assert seen.watched.dropped == []
 
 
 def test_a_gradient_that_is_not_zeroed_keeps_its_mean():
@@ -92,145 +85,12 @@ def test_zeros_that_torch_does_not_count_begin_again_behind_a_step(late):
     assert seen.counts == (0, 1, 0, 1)
 
 
-def test_a_window_that_is_zeroed_without_a_step_is_noted_until_the_step():
-    seen = Watching()
-    seen.backward()
-    seen.backward()
-    seen.param.grad = None
-    seen.backward()
-    seen.param.grad.zero_()
-    seen.backward(sync=True)
-    assert seen.watched.dropped == [2, 1]
-    seen.step()
-    assert seen.watched.dropped == []
-
-
-def change(grad):
-    grad *= 0.5
-
-
-def change_without_a_count(grad):
-    grad.data *= 0.5
-
-
-def keep(grad):
-    grad *= 1
-
-
-def mask(grad):
-    grad[:, 1:] *= 0
-
-
-def add(grad):
-    grad += torch.linspace(-1, 1, 12).view(3, 4)
-
-
-def cut(grad):
-    grad.clamp_(-5, 5)
-
-
-def zero(grad):
-    grad.zero_()
-
-
-@pytest.mark.parametrize(
-    ("write", "counts"), [(change, 1), (change_without_a_count, 1), (cut, 1), (keep, 0), (mask, 0), (add, 0), (zero, 0)]
-)
-def test_a_factor_or_a_limit_inside_a_window_counts_and_an_addition_does_not(write, counts):
-    seen = Watching(compares=True)
-    seen.backward()
-    write(seen.param.grad)
-    seen.backward(sync=True)
-    seen.param.grad *= 0.5  # behind the last backward
-    assert seen.watched.changes == counts
-    seen.step()
-    seen.backward()
-    assert seen.watched.changes == 0
-
-
-@pytest.mark.parametrize(("write", "counts"), [(change, 1), (cut, 1), (keep, 0), (mask, 0), (add, 0), (zero, 0)])
-def test_on_a_gpu_a_change_is_read_behind_the_step(write, counts):
-    seen = Watching(late=True, compares=True)
-    seen.backward()
-    write(seen.param.grad)
-    seen.backward(sync=True)
-    assert seen.watched.changes == 0
-    seen.step()
-    assert seen.watched.changes == counts
-    assert seen.watched.touched
-    assert seen.watched.dropped == []
-
-
-def test_without_a_copy_a_write_is_noted_and_not_judged(late):
-    seen = Watching(late)
-    seen.backward()
-    seen.param.grad *= 0.5
-    seen.backward(sync=True)
-    seen.step()
-    assert seen.watched.touched
-    assert seen.watched.changes == 0
-
-
-@pytest.mark.parametrize("sync", [False, True])
-def test_a_change_counts_once_a_backward_has_added_to_it(late, sync):
-    """Others may come in between, of a loss that does not need the parameter."""
-    seen = Watching(late, compares=True)
-    seen.backward()
-    change(seen.param.grad)
-    seen.watched.backward_begins(announced=True)
-    if sync:
-        seen.watched.mean_ends()
-    else:
-        seen.watched.local_ends(announced=True)
-    assert seen.watched.changes == 0
-    if not late:  # else it begins again behind each write
-        seen.backward()
-        assert seen.watched.changes == 1
-    seen.step()
-    assert seen.watched.changes == 0
-
-
-def clipped_between(seen, windows):
-    """What is logged where a gradient is halved between the two backwards of so many windows."""
-    findings.forget()
-    rule, optimizer = ChangedGradients(seen.watched), torch.optim.SGD([seen.param])
-    with mock.patch.object(findings, "note") as log:
-        for _ in range(windows):
-            seen.backward()
-            seen.param.grad *= 0.5
-            seen.backward(sync=True)
-            rule.before_step(optimizer)
-            seen.step()
-            seen.param.grad = None
-    return [call.args[0] for call in log.call_args_list], rule
-
-
-def test_values_are_compared_for_a_few_steps_and_later_if_a_write_was_seen():
-    seen = Watching()
-    rule, optimizer = ChangedGradients(seen.watched), torch.optim.SGD([seen.param])
-    for _ in range(STEPS):
-        assert seen.watched.keeps_bits == 1
-        rule.before_step(optimizer)
-    assert seen.watched.keeps_bits == 0
-    seen.watched.touched = True
-    rule.before_step(optimizer)
-    assert seen.watched.keeps_bits == 1
-    rule.stop()
-    assert (seen.watched.keeps_bits, seen.watched.compares) == (0, False)
-
-
-def test_two_windows_with_a_change_are_told():
-    assert clipped_between(Watching(), 1)[0] == []
-    assert clipped_between(Watching(), 2)[0] == ["DPF-L06"]
-
-
 def test_another_tensor_begins_again(late):
     seen = Watching(late)
     seen.backward(sync=True)
     seen.param.grad = seen.param.grad * 0.5
     seen.backward()
     assert seen.counts == (0, 1, 0, 1)
-    assert seen.watched.changes == 0
 
 
 def test_a_backward_that_no_output_announced_is_no_change_of_other_code(late):
@@ -240,7 +100,6 @@ def test_a_backward_that_no_output_announced_is_no_change_of_other_code(late):
     seen.watched.backward_begins(announced=False)
     seen.watched.local_ends(announced=False)
     assert seen.counts == (1, 0, 0, 2)
-    assert seen.watched.changes == 0
 
 
 def test_a_backward_that_does_not_write_it_does_not_count(late):
@@ -276,10 +135,10 @@ def test_a_gradient_of_another_dtype_than_its_parameter_has_a_sample_of_its_own_
     param = nn.Parameter(torch.arange(12.0).view(3, 4))
     param.grad_dtype = torch.bfloat16
     watched = WatchedGradient(param, "weight", 0)
-    watched.keeps_bits = 1
-    watched.backward_begins(announced=True)
-    param.square().sum().backward()
-    watched.local_ends(announced=True)
+    for sync in (True, False):
+        watched.backward_begins(announced=True)
+        param.square().sum().backward()
+        watched.mean_ends() if sync else watched.local_ends(announced=True)
     assert param.grad.dtype is torch.bfloat16
     assert torch.equal(values_of(watched.bits), param.grad.flatten())
     assert watched.was_kept
@@ -287,15 +146,15 @@ def test_a_gradient_of_another_dtype_than_its_parameter_has_a_sample_of_its_own_
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_a_conversion_between_two_backwards_is_no_change_and_no_error(late, dtype):
-    seen = Watching(late, compares=True)
+    seen = Watching(late)
+    seen.backward(sync=True)
     seen.backward()
     seen.param.data, seen.param.grad.data = seen.param.data.to(dtype), seen.param.grad.data.to(dtype)
     assert not seen.watched.was_kept  # which is not known
     seen.backward(sync=True)
+    seen.backward()
     assert seen.watched.bits.dtype is dtype
     assert len(values_of(seen.watched.bits)) == 12
-    seen.step()
-    assert seen.watched.changes == 0
 
 
 def test_a_program_that_averages_before_each_step_is_looked_at_less_and_less_often(monkeypatch):
@@ -312,47 +171,3 @@ def test_a_program_that_averages_before_each_step_is_looked_at_less_and_less_oft
         seen.step()
         seen.param.grad = None
         assert len(looks) == len({1 << place for place in range(7) if 1 << place <= step}) + 1
-
-
-def dropped(lengths, between):
-    """What is logged where windows of these lengths were zeroed, each after so many windows of 3 backwards."""
-    findings.forget()
-    seen = Watching()
-    cut, optimizer = CutWindows(seen.watched), torch.optim.SGD([seen.param])
-
-    def backward():
-        seen.watched.backward_begins(announced=True)
-        seen.param.square().sum().backward()
-
-    with mock.patch.object(findings, "note") as log:
-        for length, windows in zip(lengths, between, strict=True):
-            for count in (*[3] * windows, length):
-                for place in range(count):
-                    backward()
-                    if place == 2:
-                        seen.watched.mean_ends()
-                    else:
-                        seen.watched.local_ends(announced=True)
-                if count == 3:
-                    cut.before_step(optimizer)
-                    seen.step()
-                seen.param.grad = None
-        backward()
-        seen.watched.mean_ends()
-        cut.before_step(optimizer)
-    return [call.args[0] for call in log.call_args_list]
-
-
-@pytest.mark.parametrize(
-    ("lengths", "between", "told"),
-    [
-        ([1], [8], 0),
-        ([1, 2], [8, 8], 0),
-        ([1, 1], [8, 8], 1),
-        ([1, 2, 2], [8, 8, 8], 1),
-        ([1, 1], [8, 9], 0),  # skipped now and then
-        ([1, 1, 1], [8, 12, 12], 1),  # the first epoch was resumed
-    ],
-)
-def test_two_windows_of_one_length_that_are_as_far_from_each_other_are_lost(lengths, between, told):
-    assert dropped(lengths, between) == ["DPF-L03"] * told

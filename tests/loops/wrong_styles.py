@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.optim import PostLocalSGDOptimizer
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import dpfuse
 from tests.loops.nets import Wrapping, batch, batches, loss_of, mlp, seeded
@@ -439,52 +439,6 @@ def scaler_in_no_sync(rank, size):
         assert norm > 0
 
 
-# --- DPF-L03: a window cut short ---
-
-
-@named("DPF-L03")
-def rest_of_an_epoch_is_stepped_on_in_no_sync(rank, size):
-    """Each epoch has 13 batches, in windows of 4: the last one has 1."""
-    model = dpfuse.DistributedDataParallel(mlp())
-    optimizer = torch.optim.AdamW(model.parameters())
-    accumulation, length = 4, 13
-    for epoch in range(5):
-        for index, (x, y) in enumerate(batches(rank, length if epoch > 2 else 12, epoch)):
-            sync = index % accumulation == accumulation - 1
-            context = nullcontext() if sync else model.no_sync()
-            with context:
-                (loss_of(model(x), y) / accumulation).backward()
-            if sync or index == length - 1:
-                optimizer.step()
-                optimizer.zero_grad()
-
-
-@named("DPF-L03")
-def rest_of_an_epoch_is_zeroed_by_a_trainer(rank, size):
-    """Averaged and other batches have a backward at two lines; each epoch begins with zeros."""
-
-    class Trainer:
-        def __init__(self):
-            self.model = dpfuse.DistributedDataParallel(mlp())
-            self.optimizer = torch.optim.AdamW(self.model.parameters())
-
-        def train_one_epoch(self, loader):
-            self.model.train()
-            self.optimizer.zero_grad()
-            for index, (x, y) in enumerate(loader):
-                if (index + 1) % 3 == 0:
-                    loss_of(self.model(x), y).backward()
-                    self.optimizer.step()
-                    self.optimizer.zero_grad()
-                else:
-                    with self.model.no_sync():
-                        loss_of(self.model(x), y).backward()
-
-    trainer = Trainer()
-    for epoch in range(3):
-        trainer.train_one_epoch(batches(rank, 26, epoch))
-
-
 # --- DPF-L04: averaged, never stepped ---
 
 
@@ -740,81 +694,6 @@ def sampler_of_a_wrong_argument(rank, size):
         optimizer.step()
 
 
-# --- DPF-L06: gradients changed inside a window ---
-
-
-@named("DPF-L06")
-def unscaling_by_a_scaler_after_each_batch(rank, size):
-    """`unscale_` may be called once for a step, so another scaler object is asked each time."""
-    model = dpfuse.DistributedDataParallel(mlp())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for index, (x, y) in enumerate(batches(rank, 24)):
-        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
-        with model.no_sync(enabled=index % 3 != 2):
-            scaler.scale(loss_of(model(x), y) / 3).backward()
-        scaler.unscale_(optimizer)
-        if index % 3 == 2:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-@named("DPF-L06")
-def clipping_after_each_batch_of_a_converted_model(rank, size):
-    model = dpfuse.DataParallel(mlp())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for index, (x, y) in enumerate(batches(rank, 24)):
-        dtype = next(model.parameters()).dtype
-        with model.no_sync(enabled=index % 3 != 2):
-            loss_of(model(x.to(dtype)), y.to(dtype)).backward()
-        if index == 0:
-            model.double()
-        if index > 2:
-            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-        if index % 3 == 2:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-@named("DPF-L06")
-def unscaling_and_clipping_of_values_after_each_batch(rank, size):
-    """What was scaled is cut as well, so neither one factor nor one limit tells of all values."""
-    model = dpfuse.DistributedDataParallel(mlp())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for index, (x, y) in enumerate(batches(rank, 24)):
-        with model.no_sync(enabled=index % 2 == 0):
-            (256 * loss_of(model(x), y)).backward()
-        torch._foreach_mul_([param.grad for param in model.parameters()], 1 / 256)
-        nn.utils.clip_grad_value_(model.parameters(), 0.02)
-        if index % 2:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-@named("DPF-L06")
-def clipping_of_values_after_each_batch(rank, size):
-    model = dpfuse.DistributedDataParallel(mlp())
-    optimizer = torch.optim.AdamW(model.parameters())
-    for index, (x, y) in enumerate(batches(rank, 24)):
-        model.require_backward_grad_sync = index % 2 == 1
-        loss_of(model(x), y).backward()
-        nn.utils.clip_grad_value_(model.parameters(), 0.005)
-        if index % 2:
-            optimizer.step()
-            model.zero_grad(set_to_none=False)
-
-
-@named("DPF-L06")
-def clipping_between_two_backwards_that_both_synchronise(rank, size):
-    model = dpfuse.DistributedDataParallel(mlp())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for x, y in batches(rank, 12):
-        optimizer.zero_grad()
-        for part in (slice(0, 2), slice(2, 5)):
-            loss_of(model(x[part]), y[part]).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-        optimizer.step()
-
-
 # --- DPF-L07: learning rates differ ---
 
 
@@ -862,101 +741,3 @@ def eval_mode_before_the_training_on_one_rank(rank, size):
         if index % 2:
             optimizer.step()
             optimizer.zero_grad()
-
-
-# --- DPF-L11: the same order in each epoch ---
-
-
-@named("DPF-L11")
-def batch_sampler_over_a_sampler_without_epochs(rank, size):
-    data = TensorDataset(*batch(seeded(0), 40 * size))
-    sampler = DistributedSampler(data, num_replicas=size, rank=rank, shuffle=True)
-    loader = DataLoader(data, batch_sampler=BatchSampler(sampler, 4, drop_last=True))
-    model = dpfuse.DistributedDataParallel(mlp())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for _epoch in range(2):
-        for x, y in loader:
-            optimizer.zero_grad()
-            loss_of(model(x), y).backward()
-            optimizer.step()
-
-
-@named("DPF-L11")
-def r_drop_without_epochs(rank, size):
-    """Each batch has two forwards, whose outputs are compared."""
-    data = TensorDataset(*batch(seeded(0), 40 * size))
-    loader = DataLoader(data, batch_size=4, sampler=DistributedSampler(data, num_replicas=size, rank=rank))
-    model = dpfuse.DistributedDataParallel(mlp())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for _epoch in range(2):
-        for x, y in loader:
-            optimizer.zero_grad()
-            first, second = model(x), model(x)
-            (loss_of(first, y) + loss_of(second, y) + loss_of(first, second)).backward()
-            optimizer.step()
-
-
-@named("DPF-L11")
-def sharpness_aware_steps_without_epochs(rank, size):
-    """SAM: the second forward of a batch is that of weights a small way up."""
-    data = TensorDataset(*batch(seeded(0), 40 * size))
-    sampler = DistributedSampler(data, num_replicas=size, rank=rank, shuffle=True, seed=3)
-    model = dpfuse.DataParallel(mlp())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for _epoch in range(2):
-        for x, y in DataLoader(data, batch_size=4, sampler=sampler):
-            loss_of(model(x), y).backward()
-            ways = [0.05 * param.grad for param in model.parameters()]
-            with torch.no_grad():
-                torch._foreach_add_(list(model.parameters()), ways)
-            optimizer.zero_grad()
-            loss_of(model(x), y).backward()
-            with torch.no_grad():
-                torch._foreach_sub_(list(model.parameters()), ways)
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-@named("DPF-L11")
-def endless_iterator_without_epochs(rank, size):
-    data = TensorDataset(*batch(seeded(0), 38 * size))
-    loader = DataLoader(data, batch_size=4, sampler=DistributedSampler(data, num_replicas=size, rank=rank))
-    model = dpfuse.DistributedDataParallel(mlp())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    iterator = iter(loader)
-    for _step in range(24):
-        try:
-            x, y = next(iterator)
-        except StopIteration:
-            iterator = iter(loader)
-            x, y = next(iterator)
-        optimizer.zero_grad()
-        loss_of(model(x), y).backward()
-        optimizer.step()
-
-
-@named("DPF-L11")
-def epoch_of_the_validation_sampler_is_set_instead(rank, size):
-    data = TensorDataset(*batch(seeded(0), 40 * size))
-    train, validation = (DistributedSampler(data, num_replicas=size, rank=rank) for _ in range(2))
-    model = dpfuse.DistributedDataParallel(mlp())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for epoch in range(2):
-        validation.set_epoch(epoch)
-        for x, y in DataLoader(data, batch_size=4, sampler=train):
-            optimizer.zero_grad()
-            loss_of(model(x), y).backward()
-            optimizer.step()
-
-
-@named("DPF-L11")
-def indices_of_a_sampler_without_a_loader(rank, size):
-    x, y = batch(seeded(0), 40 * size)
-    sampler = DistributedSampler(range(40 * size), num_replicas=size, rank=rank)
-    model = dpfuse.DistributedDataParallel(mlp())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for _epoch in range(2):
-        for rows in torch.tensor([*sampler]).split(4):
-            optimizer.zero_grad()
-            loss_of(model(x[rows]), y[rows]).backward()
-            optimizer.step()
