@@ -28,7 +28,7 @@ from bench.step_time import Effort
 __all__ = ["CALLS", "ROUND", "SETTLED", "WRAPS", "time_training"]
 
 SETTLED = 40  # steps, after which each rule has decided, or looks as it does from then on
-ROUND = 128  # steps, of which two compare the ranks; in them all weights of up to 1,024 parameters are hashed
+ROUND = 128  # steps, of which two compare the ranks; in them all weights of up to 512 parameters are hashed
 WRAPS = ("checked", "checked again", "not checked")
 CALLS = "its calls"
 
@@ -85,7 +85,7 @@ CASES: dict[str, tuple[Callable[[], Workload], Effort, int, int]] = {
     "10 parameters": (partial(chain, 10), Effort(6, 5, 0), 1, ROUND),
     "10 parameters, 4 backwards": (partial(chain, 10), Effort(3, 3, 0), 4, ROUND),
     "100 parameters": (partial(chain, 100), Effort(4, 3, 0), 1, ROUND),
-    "1000 parameters": (partial(chain, 1000), Effort(1, 3, 0), 1, ROUND),
+    "1000 parameters": (partial(chain, 1000), Effort(1, 3, 0), 1, 2 * ROUND),
     "step of 5 ms": (five_ms, Effort(2, 3, 0), 1, ROUND),
     "100 MB": (partial(layers, 6, 2048, rows=8), Effort(1, 1, 0), 1, ROUND // 2),
 }

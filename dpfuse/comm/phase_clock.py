@@ -76,7 +76,9 @@ class PhaseClock:
 
     def step_ended(self, waited: float) -> None:
         """A backward has averaged its gradients. On a GPU a thread of autograd says so."""
-        self.enter(OPTIMIZER, waited)
+        busy = perf_counter() - waited - self._collected
+        self._seconds[self.phase] += busy - self._busy
+        self.phase, self._busy = OPTIMIZER, busy
         self.steps += 1
         if not self.steps % self._every:
             self._sums.append((self.steps, [*self._seconds, self._collected, waited]))

@@ -53,10 +53,9 @@ class LocalRest:
         watched = self._watched
         one = watched.rest == 1
         backwards = "one backward that was" if one else f"{watched.rest} backwards that were"
-        means = "A synchronised backward has" if watched.means == 1 else f"{watched.means} synchronised backwards have"
         line = f" ({'at' if one else 'the last at'} {watched.rest_line})" if watched.rest_line else ""
         return (
-            f"{optimizer} has stepped on gradients that are not the mean over the ranks. {means} "
+            f"{optimizer} has stepped on gradients that are not the mean over the ranks. A synchronised backward has "
             f"written the gradient of {watched.name!r}, and then {backwards} not synchronised{line}; expected the "
             "synchronised backward as the last one before the step. The forward decides: enter no_sync(), or set "
             "require_backward_grad_sync, before the forward of each batch, and synchronise the last batch before the "

@@ -67,9 +67,9 @@ class LoopCheck(Feature):
         self.failed = False
         self._next_change = next_change(0)  # how many averages there are when words begin to travel, or no longer do
         self._trains: bool | None = None  # whether the module was in training mode in the last forward
-        self._question = Question("modes that a rank has switched", self._compare_soon)
-        self._until = 0  # how many averages there are when the words no longer travel that it has asked for
-        self._silent_until, self._pause = 0, PAUSE[0]
+        self._modes = _Switched("modes that a rank has switched", self._compare_soon)
+        self._rates = _Switched("learning rates that a rank has changed", self._compare_soon)
+        self._until = 0  # how many averages there are when the words no longer travel that a rank has asked for
         self._suspect = suspect
         self._level: Level = level
         self._model: Model | None = None  # known in the first backward, as is what follows
@@ -85,7 +85,8 @@ class LoopCheck(Feature):
     def join(self, engine: Engine) -> None:
         """As `Feature.join`."""
         self._engine, self._place = engine, engine.layout.register("loop", WIDTHS)
-        engine.layout.ask(self._question)
+        for one in (self._modes, self._rates):
+            engine.layout.ask(one.question)
 
     def step(self, order: int, bucket: Bucket, buffer: CommBuffer, report: Report | None) -> PackStep | None:
         """As `Feature.step`."""
@@ -111,8 +112,8 @@ class LoopCheck(Feature):
         model, trains = self._model, self._module.training
         if trains is not self._trains:
             switched, self._trains = self._trains is not None, trains
-            if switched and model is not None and model.averages >= self._silent_until:
-                self._question.asks = True
+            if switched and model is not None:
+                self._modes.ask(model.averages)
         if model is None or not model.due or self._comparison is None:
             return
         try:
@@ -120,13 +121,13 @@ class LoopCheck(Feature):
         except Exception as error:
             self._fail(error)
 
-    def _compare_soon(self) -> None:
+    def _compare_soon(self, asked: _Switched) -> None:
         """Have words travel in the next averages. A rank has asked, and every rank has heard of it in this backward."""
-        self._question.asks = False
+        asked.question.asks = False
         if self._model is not None:
             averages = self._model.averages + 1
             self._until, self._next_change = averages + SOON, averages
-            self._silent_until, self._pause = averages + self._pause, min(2 * self._pause, PAUSE[1])
+            asked.rest(averages)
 
     def tell(self, report: Report, packed: Tensor, bucket: Bucket) -> None:
         """Write into the report, as it is packed behind this bucket, what the ranks are to have in common."""
@@ -155,8 +156,9 @@ class LoopCheck(Feature):
                 for watched in self._watched:
                     watched.forget()
             self._runs, self._announced = True, announced
-            for watched in self._watched:
-                watched.backward_begins(announced=announced)
+            if not sync or self._spares:  # what an average writes is its own, whatever was there before
+                for watched in self._watched:
+                    watched.backward_begins(announced=announced)
         except Exception as error:
             self._fail(error)
 
@@ -213,6 +215,8 @@ class LoopCheck(Feature):
             if rules is None:
                 self._of = {each: found for each, found in self._of.items() if each() is not None}
                 rules = self._of[ref(optimizer)] = OptimizerRules(model, self._suspect)
+            if rules.rates_changed(optimizer):
+                self._rates.ask(model.averages)
             before = rules.watched
             rules.before_step(optimizer, self._spares)
             if self._spares or rules.watched is not before:
@@ -258,6 +262,28 @@ class LoopCheck(Feature):
             self._spares = []
         in_use = [*self._spares, *(each.watched for each in self._of.values() if each.watched is not None)]
         self._watched = list({id(each): each for each in in_use}.values())
+
+
+class _Switched:
+    """Asks the ranks to compare after a change on this one, ever less often: a program may change it in each step.
+
+    Args:
+        what: has changed, on a rank.
+        answer: called on all ranks with this object, once a rank has asked.
+    """
+
+    def __init__(self, what: str, answer: Callable[[_Switched], None]) -> None:
+        self.question = Question(what, lambda: answer(self))
+        self._silent_until, self._pause = 0, PAUSE[0]
+
+    def ask(self, averages: int) -> None:
+        """Ask in the next backward, unless the ranks have answered shortly before; there were so many `averages`."""
+        if averages >= self._silent_until:
+            self.question.asks = True
+
+    def rest(self, averages: int) -> None:
+        """Ask no more for a while."""
+        self._silent_until, self._pause = averages + self._pause, min(2 * self._pause, PAUSE[1])
 
 
 class _Tell(PackStep):

@@ -36,6 +36,14 @@ class OptimizerRules:
         self._suspect = suspect
         self._rules: tuple[LocalRest, LocalSteps] | None = None
         self._missed = 0  # steps without a gradient to look at
+        self._rates: list[float] | None = None  # at the last step, of groups whose rate is a number of the host
+
+    def rates_changed(self, optimizer: Optimizer) -> bool:
+        """Whether a learning rate is another one than at the last step."""
+        found = (group.get("lr") for group in optimizer.param_groups)
+        rates = [rate for rate in found if type(rate) is float]
+        before, self._rates = self._rates, rates
+        return before is not None and before != rates
 
     def before_step(self, optimizer: Optimizer, spares: Sequence[WatchedGradient]) -> None:
         """Have the rules look.

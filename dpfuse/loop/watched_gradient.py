@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dpfuse.engine.torch_private import TensorMark
 from dpfuse.engine.user_line import user_line
 
 __all__ = [
@@ -35,7 +34,8 @@ class Sample(NamedTuple):
 class WatchedGradient:
     """Counts the backwards that have written one gradient, and notices when other code zeroes it.
 
-    Which tensor `.grad` is, and torch's count of writes, tell that without a look at a value.
+    Which tensor `.grad` is, and torch's count of writes, tell that without a look at a value. Another tensor that got
+    the same place in memory may be taken for it. That is no harm: what is seen here is only a suspicion.
 
     Args:
         param: whose gradient is watched, dense.
@@ -43,8 +43,8 @@ class WatchedGradient:
         rank: of this process, for messages.
 
     Attributes:
-        means: how many synchronised backwards have written it since it was zero.
-        locals: how many others have, through an output of the wrapper.
+        has_mean: whether a synchronised backward has ended since it was zero.
+        locals: how many others have written it since then, through an output of the wrapper.
         rest: how many of these came after the last synchronised one.
         rest_line: the user's line of the last of them.
         bits: a copy of a few elements after each backward that was not averaged, where `rest` is above 0.
@@ -52,7 +52,7 @@ class WatchedGradient:
     """
 
     __slots__ = (
-        "_count", "_seen", "_stepped", "bits", "length", "locals", "means", "name", "param", "rank", "rest",
+        "_count", "_seen", "_stepped", "bits", "has_mean", "length", "locals", "name", "param", "rank", "rest",
         "rest_line",
     )  # fmt: skip
 
@@ -60,8 +60,7 @@ class WatchedGradient:
         self.param = param
         self.name = name
         self.rank = rank
-        self._seen: TensorMark | None = None
-        self._count = 0
+        self._seen = self._count = 0  # the id of the gradient, and its count of writes
         self.forget()
 
     def forget(self) -> None:
@@ -69,23 +68,18 @@ class WatchedGradient:
         self._restart()
         self.rest_line = ""
         self._stepped = False
-        self._mark()
+        self._mark(self.param.grad)
 
     def _restart(self) -> None:
-        self.means = self.locals = self.rest = self.length = 0
+        self.has_mean = False
+        self.locals = self.rest = self.length = 0
         self.bits: Sample | None = None
 
-    def _mark(self) -> None:
-        grad = self.param.grad
+    def _mark(self, grad: Tensor | None) -> None:
         if grad is None or grad.is_inference():  # which has no count of writes
-            self._seen = None
+            self._seen = 0
         else:
-            self._see(grad)
-
-    def _see(self, grad: Tensor) -> None:
-        if self._seen is None or not self._seen.is_of(grad):
-            self._seen = None if grad.layout is not torch.strided else TensorMark(grad)
-        self._count = grad._version
+            self._seen, self._count = id(grad), grad._version
 
     def backward_begins(self, *, announced: bool) -> None:
         """Look whether other code has zeroed it since the last backward.
@@ -93,18 +87,15 @@ class WatchedGradient:
         A backward that no output has `announced` may have written the gradient before this is called.
         """
         grad = self.param.grad
-        if grad is None:
-            if self.length or self.means:
-                self._restart()
-            self._seen = None
-        elif self._seen is None or not self._seen.is_of(grad):
-            self._restart()  # of which nothing is known
-            self._mark()
+        if grad is None or id(grad) != self._seen:
+            self._restart()
         # `grad.data` can be written without a count. So after a step, where most programs zero, values decide.
         elif announced and (self._stepped or grad._version != self._count):
             if not self._is_readable(grad) or not grad.any():
                 self._restart()
-            self._mark()
+        else:
+            return
+        self._mark(grad)
 
     @staticmethod
     def _is_readable(grad: Tensor) -> bool:
@@ -116,16 +107,13 @@ class WatchedGradient:
         grad = self.param.grad
         if grad is None or grad.layout is not torch.strided:
             return
-        if self._seen is None or not self._seen.is_of(grad):
-            self._mark()
-        elif grad._version == self._count:
-            return
-        else:
-            self._count = grad._version
+        if id(grad) == self._seen and grad._version == self._count:
+            return  # it was not written
+        self._mark(grad)
         self._written()
         if announced:
             self.locals += 1
-            if self.means:
+            if self.has_mean:
                 self.rest += 1
                 self.rest_line = user_line()
         if self.rest:
@@ -134,13 +122,11 @@ class WatchedGradient:
     def mean_ends(self) -> None:
         """Note the end of a synchronised backward."""
         grad = self.param.grad
-        if grad is None or grad.is_inference():
-            self._seen = None
-            return
-        self._see(grad)
-        self._written()
-        self.means += 1
-        self.rest, self.bits = 0, None
+        self._mark(grad)
+        if grad is not None:
+            self._written()
+            self.has_mean = True
+            self.rest, self.bits = 0, None
 
     def _written(self) -> None:
         self.length = 1 if self._stepped else self.length + 1

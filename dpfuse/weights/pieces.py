@@ -12,7 +12,7 @@ CALL = 16 << 10  # bytes that are read in the time that a further tensor costs t
 SLICE = 32 * CALL  # the least that is hashed at a time, since each time costs as much as some further tensors
 LEAST, LARGEST = 256 << 10, 16 << 20  # bytes of a piece of a larger tensor
 PAGE = 4096  # pieces of one tensor begin at multiples of so many bytes
-BOUND = 64  # steps in which all is to be seen, or an eighth as many steps as there are tensors
+BOUND, LONGEST = 64, 256  # steps in which all is to be seen, of few tensors and of many
 # Steps of those that pass between a hash and its comparison, and until the ranks have found what differs. On a GPU the
 # report is read one backward later.
 DELAY = 4
@@ -32,7 +32,8 @@ def slices_of(sizes: Sequence[int]) -> list[list[Piece]]:
         >>> len(slices), {place: len(pieces) for place, pieces in enumerate(slices) if pieces}
         (60, {0: 20, 30: 20})
     """
-    steps = max(BOUND, len(sizes) // 8) - DELAY
+    count = len(sizes)
+    steps = max(BOUND, min(count // 4, LONGEST), count // 8) - DELAY
     largest = min(max(LEAST, -(-sum(sizes) // steps)), LARGEST) // PAGE * PAGE
     pieces = [
         Piece(tensor, start, min(largest, size - start))

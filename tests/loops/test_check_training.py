@@ -151,8 +151,41 @@ def test_a_rank_that_switches_its_mode_is_named_within_four_steps(rank, size, fr
 
 def test_ranks_that_switch_together_are_compared_ever_less_often(rank, size):
     model = dpfuse.DataParallel(mlp())
-    with mock.patch.object(model._sync.loop._question, "answer", wraps=model._sync.loop._compare_soon) as compared:
+    question = model._sync.loop._modes.question
+    with mock.patch.object(question, "answer", wraps=question.answer) as compared:
         assert modes(model, rank, 100, lambda step: step % 2 == 0) == []
+    assert compared.call_count == 4  # after 1, 8, 16 and 32 averages more
+
+
+def rates(model, rank, steps, rate_of):
+    """Train so many steps with the learning rates of each rank; return the steps in which L07 was said."""
+    findings.forget()
+    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.01), []
+    for step, (x, y) in enumerate(batches(rank, steps)):
+        optimizer.param_groups[0]["lr"] = rate_of(step)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loss_of(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found += [step for each in caught if getattr(each.message, "code", "") == "DPF-L07"]
+    return found
+
+
+@pytest.mark.parametrize("from_step", [1, 60])
+def test_a_rank_that_changes_its_rate_is_named_within_four_steps(rank, size, from_step):
+    def rate_of(step):
+        return 0.02 if rank == 1 and step >= from_step else 0.01
+
+    (step,) = rates(dpfuse.DataParallel(mlp(), check_training="warn"), rank, from_step + 20, rate_of)
+    assert step <= max(from_step, 3) + 4
+
+
+def test_ranks_with_one_schedule_are_compared_ever_less_often(rank, size):
+    model = dpfuse.DataParallel(mlp())
+    question = model._sync.loop._rates.question
+    with mock.patch.object(question, "answer", wraps=question.answer) as compared:
+        assert rates(model, rank, 100, lambda step: 0.01 / (1 + step)) == []
     assert compared.call_count == 4  # after 1, 8, 16 and 32 averages more
 
 

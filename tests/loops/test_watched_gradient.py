@@ -39,7 +39,7 @@ class Watching:
     @property
     def counts(self):
         watched = self.watched
-        return watched.means, watched.locals, watched.rest, watched.length
+        return watched.has_mean, watched.locals, watched.rest, watched.length
 
 
 @pytest.fixture(params=[False, True], ids=["read", "late"])
@@ -52,9 +52,9 @@ def test_backwards_are_counted_since_the_gradient_was_zero(late):
     seen.backward()
     seen.backward(sync=True)
     seen.backward()
-    assert seen.counts == (1, 2, 1, 3)
+    assert seen.counts == (True, 2, 1, 3)
     seen.backward(sync=True)
-    assert seen.counts == (2, 2, 0, 4)
+    assert seen.counts == (True, 2, 0, 4)
 
 
 @pytest.mark.parametrize("to_none", [True, False])
@@ -64,7 +64,7 @@ def test_zeroing_begins_again_behind_a_step(late, to_none):
     seen.step()
     seen.param.grad = None if to_none else seen.param.grad.zero_()
     seen.backward()
-    assert seen.counts == (0, 1, 0, 1)
+    assert seen.counts == (False, 1, 0, 1)
 
 
 def test_a_gradient_that_is_not_zeroed_keeps_its_mean():
@@ -72,7 +72,7 @@ def test_a_gradient_that_is_not_zeroed_keeps_its_mean():
     seen.backward(sync=True)
     seen.step()
     seen.backward()
-    assert seen.counts == (1, 1, 1, 1)
+    assert seen.counts == (True, 1, 1, 1)
 
 
 def test_zeros_that_torch_does_not_count_begin_again_behind_a_step(late):
@@ -82,7 +82,7 @@ def test_zeros_that_torch_does_not_count_begin_again_behind_a_step(late):
     seen.step()
     seen.param.grad.data.zero_()
     seen.backward()
-    assert seen.counts == (0, 1, 0, 1)
+    assert seen.counts == (False, 1, 0, 1)
 
 
 def test_another_tensor_begins_again(late):
@@ -90,7 +90,7 @@ def test_another_tensor_begins_again(late):
     seen.backward(sync=True)
     seen.param.grad = seen.param.grad * 0.5
     seen.backward()
-    assert seen.counts == (0, 1, 0, 1)
+    assert seen.counts == (False, 1, 0, 1)
 
 
 def test_a_backward_that_no_output_announced_is_no_change_of_other_code(late):
@@ -99,7 +99,7 @@ def test_a_backward_that_no_output_announced_is_no_change_of_other_code(late):
     seen.param.square().sum().backward()  # before it is opened
     seen.watched.backward_begins(announced=False)
     seen.watched.local_ends(announced=False)
-    assert seen.counts == (1, 0, 0, 2)
+    assert seen.counts == (True, 0, 0, 2)
 
 
 def test_a_backward_that_does_not_write_it_does_not_count(late):
@@ -107,7 +107,7 @@ def test_a_backward_that_does_not_write_it_does_not_count(late):
     seen.backward(sync=True)
     seen.watched.backward_begins(announced=True)
     seen.watched.local_ends(announced=True)
-    assert seen.counts == (1, 0, 0, 1)
+    assert seen.counts == (True, 0, 0, 1)
 
 
 def test_what_was_added_behind_a_mean_was_kept_unless_it_was_averaged(late):
