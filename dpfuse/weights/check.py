@@ -12,11 +12,12 @@ of meta-learning, whose steps are taken back.
 
 from __future__ import annotations
 
+import atexit
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Protocol
-from weakref import ref
+from weakref import WeakSet, ref
 
 import torch
 import torch.distributed as dist
@@ -33,7 +34,7 @@ from dpfuse.engine.protocols import PackStep
 from dpfuse.engine.report import Compared, Report
 from dpfuse.engine.report_layout import Question, ReportPlace
 from dpfuse.engine.streams import capturing
-from dpfuse.findings import OTHER_TENSORS, REST, WEIGHTS, Level, say
+from dpfuse.findings import OTHER_TENSORS, REST, WEIGHTS, Level, findings, say
 from dpfuse.weights.examination import Differences, compare, measure
 from dpfuse.weights.finding import (
     OF_ANOTHER,
@@ -138,6 +139,7 @@ class WeightsCheck(Feature):
         self._found: tuple[str, str] | None = None  # a code and a text, to be told once gradients are delivered
         self._false_alarms = 0
         self._last_alarm = 0  # the averaged backward of the last one
+        _living.add(self)
 
     # --- What the engine tells ---
 
@@ -316,6 +318,13 @@ class WeightsCheck(Feature):
             self.examine()
             self._tell_found()
 
+    def tell_open(self) -> None:
+        """Log what this rank suspects if the ranks have not compared it."""
+        if self._cause and not self.off:
+            rank = self._group.rank()
+            text = f"rank {rank}: {self._cause} The program has ended before the ranks could compare their weights."
+            findings.note(REST, rank, text)
+
     def _examine_soon(self) -> None:
         """A rank suspects; every rank has heard of it in this backward."""
         self._suspicion.asks = False
@@ -362,6 +371,7 @@ class WeightsCheck(Feature):
             del self.known[name]
         new = [place for place in found.always if names[place] not in self.known]
         suspected, self._suspected = self._suspected, False
+        cause, self._cause = self._cause, ""
         if not new:
             self._count_false_alarm(looked_again=suspected or bool(recovered or self.known))
             return
@@ -385,8 +395,7 @@ class WeightsCheck(Feature):
         rank = self._group.rank()
         self._found = WEIGHTS, finding.text(rank)
         if suspected:
-            self._found = REST, finding.text(rank, cause=self._cause or OF_ANOTHER)
-            self._cause = ""
+            self._found = REST, finding.text(rank, cause=cause or OF_ANOTHER)
         self.known |= dict.fromkeys(finding.names, self._noticed)
 
     def _count_false_alarm(self, *, looked_again: bool) -> None:
@@ -417,6 +426,7 @@ class WeightsCheck(Feature):
         # Ranks count slices by their own steps, of which one without inputs makes none. Averages are common to all.
         self._turn, self._hashed_at, self._empty = self._averages.completed, -1, 0
         self.question.due = self._suspicion.asks = self._suspected = False
+        self._cause = ""
         self._after_step = self._before_backward = self._found = None
         self._ignored = 1 if self._report is None or not self._report.late else 2
         self._say_nothing()
@@ -433,3 +443,12 @@ def _is_plain(tensor: Tensor, device: torch.device) -> bool:
     """Whether the bits of a tensor are on this rank, and can be read."""
     plain = type(tensor) in (Tensor, torch.nn.Parameter, torch.nn.Buffer, LocalPart)
     return plain and tensor.layout is torch.strided and tensor.device == device and not tensor.is_meta
+
+
+_living: WeakSet[WeightsCheck] = WeakSet()
+
+
+@atexit.register
+def _at_exit() -> None:
+    for check in tuple(_living):
+        check.tell_open()

@@ -89,6 +89,16 @@ def test_a_checkpoint_settles_what_is_suspected(rank, size, same):
         dpfuse.save_checkpoint(folder, model, optimizer, step=1)
 
 
+@pytest.mark.parametrize("steps", [1, 3])
+def test_what_is_suspected_of_the_last_step_is_logged_as_the_program_ends(rank, size, steps):
+    model = dpfuse.DataParallel(mlp())
+    findings.forget()
+    late_switch(model, rank, steps, data_of=0)
+    with mock.patch.object(findings, "note") as note:
+        model._sync.weights.tell_open()
+    assert [call.args[0] for call in note.call_args_list] == ["DPF-L01"] * (steps == 1)
+
+
 def test_warn_goes_on_and_warns_once(rank, size):
     model = dpfuse.DataParallel(mlp(), check_training="warn")
     errors, warned = late_switch(model, rank, 12)
