@@ -36,6 +36,7 @@ class RankComparison:
         place: of what the ranks tell each other, in the report.
 
     Attributes:
+        own: compares what this rank has with the mean.
         waits: whether the next average is to be told of.
         heard: whether a rule has heard something since the last step.
     """
@@ -44,11 +45,15 @@ class RankComparison:
         self._model = model
         self._words = RankWords(place, size)
         self._inputs = InputHash()
-        self._own = OwnGradient(module)
-        self._batches = SameBatches(model, self._own)
+        self.own = OwnGradient(module)
+        self._batches = SameBatches(model, self.own)
         self._modes = SameModes(module, device, model)
         self._rates = SameRates(model)
         self.waits = self.heard = False
+
+    def compare_batches(self) -> None:
+        """Compare inputs in the next backwards, also if they were decided to differ."""
+        self._batches.begin_again()
 
     def forward_begins(self, inputs: Any) -> None:
         """Note a forward, whose backward may be compared."""
@@ -69,13 +74,13 @@ class RankComparison:
         if self._inputs.known and not self._batches.decided:
             words |= {"hashed": [1.0], "inputs": self._inputs.word()}
             if not capturing():
-                self._own.packed(params())
+                self.own.packed(params())
         self._words.tell(report, packed, words)
         self._inputs = InputHash()
 
     def delivered(self) -> None:
         """Hand what is known by now to the rules."""
-        self._own.delivered()
+        self.own.delivered()
         sums = self._words.delivered()
         self.waits = self._words.waits
         if sums is None or not sums.all_set("there"):

@@ -32,6 +32,8 @@ __all__ = ["LoopCheck"]
 SPARES = 8  # gradients that are watched until the optimizers are known
 KNOWN = 4  # steps, after which no more optimizer is expected
 SOON = 4  # averages in which words travel after a rank has asked
+SOON_BATCHES = 12  # the same, for batches that seem equal
+OWN = 10  # averages after which a rank looks again whether the mean is what it has itself
 PAUSE = 8, 512  # averages before it may ask again, at first and at most: a program may switch modes in each step
 
 
@@ -67,8 +69,9 @@ class LoopCheck(Feature):
         self.failed = False
         self._next_change = next_change(0)  # how many averages there are when words begin to travel, or no longer do
         self._trains: bool | None = None  # whether the module was in training mode in the last forward
-        self._modes = _Switched("modes that a rank has switched", self._compare_soon)
-        self._rates = _Switched("learning rates that a rank has changed", self._compare_soon)
+        self._modes = _Suspicion("modes that a rank has switched", self._compare_soon)
+        self._rates = _Suspicion("learning rates that a rank has changed", self._compare_soon)
+        self._batches = _Suspicion("batches that a rank takes for equal", self._compare_batches)
         self._until = 0  # how many averages there are when the words no longer travel that a rank has asked for
         self._suspect = suspect
         self._level: Level = level
@@ -85,7 +88,7 @@ class LoopCheck(Feature):
     def join(self, engine: Engine) -> None:
         """As `Feature.join`."""
         self._engine, self._place = engine, engine.layout.register("loop", WIDTHS)
-        for one in (self._modes, self._rates):
+        for one in (self._modes, self._rates, self._batches):
             engine.layout.ask(one.question)
 
     def step(self, order: int, bucket: Bucket, buffer: CommBuffer, report: Report | None) -> PackStep | None:
@@ -121,13 +124,23 @@ class LoopCheck(Feature):
         except Exception as error:
             self._fail(error)
 
-    def _compare_soon(self, asked: _Switched) -> None:
+    def _compare_soon(self, asked: _Suspicion, count: int = SOON) -> None:
         """Have words travel in the next averages. A rank has asked, and every rank has heard of it in this backward."""
         asked.question.asks = False
         if self._model is not None:
             averages = self._model.averages + 1
-            self._until, self._next_change = averages + SOON, averages
+            self._until, self._next_change = max(self._until, averages + count), averages
             asked.rest(averages)
+
+    def _compare_batches(self, asked: _Suspicion) -> None:
+        self._compare_soon(asked, SOON_BATCHES)
+        if self._comparison is not None:
+            self._comparison.compare_batches()
+
+    def look_at_own(self, param: Tensor) -> None:
+        """Keep some elements of a gradient that is about to be averaged."""
+        if self._comparison is not None:
+            self._comparison.own.look_at(param)
 
     def tell(self, report: Report, packed: Tensor, bucket: Bucket) -> None:
         """Write into the report, as it is packed behind this bucket, what the ranks are to have in common."""
@@ -188,6 +201,8 @@ class LoopCheck(Feature):
             model.averages += 1
             if comparison.waits:
                 comparison.delivered()
+            if comparison.own.was_equal():
+                self._batches.ask(model.averages)
             if model.averages == self._next_change:
                 asked = model.averages < self._until
                 model.due = asked or is_due(model.averages)
@@ -264,15 +279,15 @@ class LoopCheck(Feature):
         self._watched = list({id(each): each for each in in_use}.values())
 
 
-class _Switched:
-    """Asks the ranks to compare after a change on this one, ever less often: a program may change it in each step.
+class _Suspicion:
+    """Asks the ranks to compare after what this one has seen, ever less often: a program may do it in each step.
 
     Args:
-        what: has changed, on a rank.
+        what: is to be compared.
         answer: called on all ranks with this object, once a rank has asked.
     """
 
-    def __init__(self, what: str, answer: Callable[[_Switched], None]) -> None:
+    def __init__(self, what: str, answer: Callable[[_Suspicion], None]) -> None:
         self.question = Question(what, lambda: answer(self))
         self._silent_until, self._pause = 0, PAUSE[0]
 
@@ -294,8 +309,15 @@ class _Tell(PackStep):
         self._bucket = bucket
         self._buffer = buffer
         self._report = report
+        plain = {str(place): param for place, param in enumerate(buffer.params) if is_plain(param)}
+        # Its place: a bucket that is kept for later keeps no parameter alive.
+        self._own = int(best_of(plain)[-1][0]) if plain else -1
 
     def after(self, arguments: PackArguments) -> None:
         model = self._check._model
-        if model is not None and model.due:
+        if model is None:
+            return
+        if model.due:
             self._check.tell(self._report, self._buffer.report, self._bucket)
+        elif not model.averages % OWN and 0 <= self._own < len(self._buffer.params) and not model.on_gpu:
+            self._check.look_at_own(self._buffer.params[self._own])

@@ -10,12 +10,14 @@ from torch import Tensor, nn
 
 from dpfuse.engine.streams import HostCopy
 from dpfuse.loop.optimizer_rules import best_of
-from dpfuse.loop.watched_gradient import is_plain, sample_of, values_of
+from dpfuse.loop.watched_gradient import Sample, are_comparable, is_plain, sample_of, values_of
 
 __all__ = ["OwnGradient"]
 
 APART = 0.01  # of the length of a gradient; what travels in 16 bits is rounded less
 FEW = 3  # different values, of which fewer cannot tell
+GLANCE = 4  # values that are compared first
+ROUNDED = 0.01  # of the largest value: an average of equal numbers may differ from them by its rounding, of 16 bits too
 
 
 class OwnGradient:
@@ -30,6 +32,24 @@ class OwnGradient:
         self._param: Tensor | None = None
         self._before: Tensor | None = None
         self._copy: HostCopy | None = None  # [2, elements]
+        self._look: tuple[Tensor, Sample] | None = None
+
+    def look_at(self, param: Tensor) -> None:
+        """Copy before the average, on a CPU, so that `was_equal` can tell. No average has written its gradient yet."""
+        grad = param.grad
+        fits = grad is not None and has_strides(grad) and grad.is_cpu
+        self._look = (param, sample_of(grad)) if fits and grad is not None else None
+
+    def was_equal(self) -> bool:
+        """Whether the average that has ended left what this rank had, as if all ranks had the same gradient."""
+        look, self._look = self._look, None
+        if look is None:
+            return False
+        before, grad = look[1], look[0].grad
+        if grad is None or not has_strides(grad):
+            return False
+        now = sample_of(grad)
+        return are_comparable(before, now) and _are_close(before.memory, now.memory, now.dtype)
 
     def packed(self, params: Mapping[str, Tensor]) -> None:
         """Copy before the average.
@@ -63,6 +83,20 @@ class OwnGradient:
             return False
         parallel = before * (before @ now) / (before @ before)
         return not bool((now - parallel).norm() <= APART * now.norm())
+
+
+def _are_close(before: Tensor | bytes, now: Tensor | bytes, dtype: torch.dtype) -> bool:
+    """Whether samples differ by nothing but rounding, and are not all zero."""
+    if type(before) is bytes and type(now) is bytes:
+        if before == now:
+            return any(before)
+        if dtype is torch.float32:  # without an operation of torch, since nearly always the first ones differ
+            some = [memoryview(each).cast("f")[:GLANCE].tolist() for each in (before, now)]
+            if any(abs(one - other) > 4 * ROUNDED * abs(one) for one, other in zip(*some, strict=True)):
+                return False
+    own, mean = (values_of(Sample(each, dtype)).float() for each in (before, now))
+    largest = own.abs().max()
+    return bool(largest > 0) and bool((mean - own).abs().max() <= ROUNDED * largest)
 
 
 def has_strides(grad: Tensor | None) -> bool:

@@ -36,6 +36,11 @@ class SameBatches:
         self._steps = 0
         _all.add(self)
 
+    def begin_again(self) -> None:
+        """Compare from now on what was decided before, since a rank suspects that batches have become equal."""
+        self.decided = self._differ = False
+        self._steps, self._before = 0, []
+
     def heard(self, sums: Sums) -> None:
         """Take what the ranks have sent."""
         if not sums.all_set("hashed"):

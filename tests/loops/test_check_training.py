@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import dpfuse
 from dpfuse.errors import DPFuseError, LoopWarning
 from dpfuse.findings import findings
+from dpfuse.loop import same_batches
 from dpfuse.loop.local_rest import LocalRest
 from dpfuse.loop.watched_gradient import only_rescaled
 from tests.loops.logs import logged
@@ -199,6 +200,40 @@ def test_ranks_with_one_schedule_are_compared_ever_less_often(rank, size):
     assert compared.call_count == 4  # after 1, 8, 16 and 32 averages more
 
 
+@pytest.mark.parametrize("from_step", [0, 57, 60])
+def test_batches_that_become_the_same_on_all_ranks_are_named_within_24_steps(rank, size, from_step):
+    findings.forget()
+    same_batches._all.clear()
+    model = dpfuse.DataParallel(mlp())
+    optimizer, said = torch.optim.SGD(model.parameters(), lr=0.01), []
+    own, common = batches(rank, 100), batches(7, 100)
+    for step in range(100):
+        x, y = next(own if step < from_step else common)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", LoopWarning)
+            loss_of(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        said += [(step, each.message.code) for each in caught if isinstance(each.message, LoopWarning)]
+    ((step, code),) = said
+    assert code == "DPF-L05"
+    assert step <= from_step + 24
+
+
+def test_ranks_that_seem_to_have_equal_batches_compare_them_ever_less_often(rank, size):
+    """Their inputs differ in what the model does not use."""
+    model = dpfuse.DataParallel(mlp())
+    question = model._sync.loop._batches.question
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with mock.patch.object(question, "answer", wraps=question.answer) as compared, warnings.catch_warnings():
+        warnings.simplefilter("error", LoopWarning)
+        for x, y in batches(7, 100):
+            loss_of(model(torch.cat([x, torch.full_like(x[:1], rank)]))[:-1], y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert 1 < compared.call_count <= 4
+
+
 def test_rates_of_layers_of_a_rank_alone_are_its_own(rank, size):
     model, own = dpfuse.DataParallel(mlp()), torch.nn.Linear(3, 3)
     optimizer = torch.optim.SGD(
@@ -222,13 +257,13 @@ def test_another_level_is_refused():
         dpfuse.DataParallel(mlp(), check_training=True)
 
 
-def operations_of(count, level):
+def operations_of(rank, count, level):
     """Torch operations of a step, behind the steps in which ranks compare something."""
     model = dpfuse.DataParallel(nn.Sequential(*[nn.Linear(3, 3) for _ in range(count)]), check_training=level)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for step in range(30):
         with Operations() as done:
-            model(torch.full((2, 3), float(step))).sum().backward()
+            model(torch.full((2, 3), (1.0 + step) * (1 + rank))).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
     return len(done.names)
@@ -236,7 +271,7 @@ def operations_of(count, level):
 
 def test_a_settled_step_has_no_operation_more(rank, size):
     for count in (5, 20):
-        assert operations_of(count, "raise") == operations_of(count, "off")
+        assert operations_of(rank, count, "raise") == operations_of(rank, count, "off")
 
 
 GENERATOR = torch.Generator().manual_seed(0)
