@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import inf
 from typing import Any
 
 import torch
@@ -86,17 +87,15 @@ class OwnGradient:
 
 
 def _are_close(before: Tensor | bytes, now: Tensor | bytes, dtype: torch.dtype) -> bool:
-    """Whether samples differ by nothing but rounding, and are not all zero."""
-    if type(before) is bytes and type(now) is bytes:
-        if before == now:
-            return any(before)
-        if dtype is torch.float32:  # without an operation of torch, since nearly always the first ones differ
-            some = [memoryview(each).cast("f")[:GLANCE].tolist() for each in (before, now)]
-            if any(abs(one - other) > 4 * ROUNDED * abs(one) for one, other in zip(*some, strict=True)):
-                return False
+    """Whether samples differ by nothing but rounding, are finite, and not all zero."""
+    if type(before) is bytes and type(now) is bytes and dtype is torch.float32 and before != now:
+        # Without an operation of torch, since nearly always the first ones differ.
+        some = [memoryview(each).cast("f")[:GLANCE].tolist() for each in (before, now)]
+        if any(abs(one - other) > 4 * ROUNDED * abs(one) for one, other in zip(*some, strict=True)):
+            return False
     own, mean = (values_of(Sample(each, dtype)).float() for each in (before, now))
-    largest = own.abs().max()
-    return bool(largest > 0) and bool((mean - own).abs().max() <= ROUNDED * largest)
+    largest = float(own.abs().max())
+    return 0 < largest < inf and bool((mean - own).abs().max() <= ROUNDED * largest)
 
 
 def has_strides(grad: Tensor | None) -> bool:
