@@ -18,7 +18,8 @@ __all__ = ["OwnGradient"]
 APART = 0.01  # of the length of a gradient; what travels in 16 bits is rounded less
 FEW = 3  # different values, of which fewer cannot tell
 GLANCE = 4  # values that are compared first
-ROUNDED = 0.01  # of the largest value: an average of equal numbers may differ from them by its rounding, of 16 bits too
+# Of the largest value: an average of equal numbers may differ from them by its rounding. Narrow wires round more.
+ROUNDED, ROUNDED_16 = 1e-5, 0.01
 
 
 class OwnGradient:
@@ -91,11 +92,12 @@ def _are_close(before: Tensor | bytes, now: Tensor | bytes, dtype: torch.dtype) 
     if type(before) is bytes and type(now) is bytes and dtype is torch.float32 and before != now:
         # Without an operation of torch, since nearly always the first ones differ.
         some = [memoryview(each).cast("f")[:GLANCE].tolist() for each in (before, now)]
-        if any(abs(one - other) > 4 * ROUNDED * abs(one) for one, other in zip(*some, strict=True)):
+        if any(abs(one - other) > 100 * ROUNDED * abs(one) for one, other in zip(*some, strict=True)):
             return False
     own, mean = (values_of(Sample(each, dtype)).float() for each in (before, now))
     largest = float(own.abs().max())
-    return 0 < largest < inf and bool((mean - own).abs().max() <= ROUNDED * largest)
+    rounded = ROUNDED_16 if dtype.itemsize == 2 else ROUNDED
+    return 0 < largest < inf and bool((mean - own).abs().max() <= rounded * largest)
 
 
 def has_strides(grad: Tensor | None) -> bool:
