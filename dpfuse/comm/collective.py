@@ -8,7 +8,7 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
 from dpfuse.comm.abilities import abilities_of
-from dpfuse.comm.failed import mark, marked
+from dpfuse.comm.failed import mark
 from dpfuse.comm.waiting import NO_LIMIT, board_of, finish
 from dpfuse.errors import DPFuseError
 
@@ -45,6 +45,7 @@ __all__ = [
     "together",
 ]
 
+Result = TypeVar("Result")
 MOST_BROADCASTS = 16  # ranks; beyond, their number costs more than a copy
 
 _SUM = dist.AllreduceOptions()
@@ -111,7 +112,7 @@ def all_reduce(flat: Tensor, group: dist.ProcessGroup) -> dist.Work:
     The group is called directly. The checks of `dist.all_reduce` cost as much as a small pack, and a flat
     buffer always passes them.
     """
-    try:  # as `marked`, which would cost another call of Python for each bucket
+    try:  # as `_called`, which would cost another call of Python for each bucket
         work = group.allreduce([flat], _SUM)
     except BaseException as error:
         mark(error)
@@ -201,7 +202,7 @@ def all_reduce_multiplied(flat: Tensor, factor: float, group: dist.ProcessGroup)
     """Start the SUM of `factor` times `flat` over the ranks, in place, where the group can multiply."""
     options = dist.AllreduceOptions()
     options.reduceOp = _times(factor)
-    return marked(group.allreduce, [flat], options)
+    return _called(group.allreduce, [flat], options)
 
 
 def all_reduce_coalesced(tensors: list[Tensor], factor: float, group: dist.ProcessGroup) -> dist.Work:
@@ -210,7 +211,7 @@ def all_reduce_coalesced(tensors: list[Tensor], factor: float, group: dist.Proce
     The group must be able to do that, and to multiply unless the factor is 1. For the host that is less work than one
     call for each tensor, between the two ends of coalescing.
     """
-    return marked(group.allreduce_coalesced, tensors, _coalesced_sum(factor))
+    return _called(group.allreduce_coalesced, tensors, _coalesced_sum(factor))
 
 
 @lru_cache
@@ -228,7 +229,7 @@ def _times(factor: float) -> Any:
 
 def coalesced(start: Callable[[], object], device: torch.device, group: dist.ProcessGroup) -> dist.Work:
     """Start as one the collectives of tensors on `device` that `start()` starts, where the group can do that."""
-    marked(group._start_coalescing, device)
+    _called(group._start_coalescing, device)
     try:
         start()
     except BaseException as error:
@@ -236,7 +237,16 @@ def coalesced(start: Callable[[], object], device: torch.device, group: dist.Pro
             group._end_coalescing(device)  # the group may still be used for other collectives
         mark(error)
         raise
-    return marked(group._end_coalescing, device)
+    return _called(group._end_coalescing, device)
+
+
+def _called(method: Callable[..., Result], *arguments: Any) -> Result:
+    """Call a method of a group or of a work, and mark what it raises."""
+    try:
+        return method(*arguments)
+    except BaseException as error:
+        mark(error)
+        raise
 
 
 def _multiply(tensors: list[Tensor], factor: float) -> None:
@@ -272,7 +282,7 @@ class _PythonWork(dist.Work):
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait for the work, and copy its result to where it belongs."""
-        done = marked(self._work.wait, timeout)
+        done = _called(self._work.wait, timeout)
         if not self._waited:
             self._take_result()
             self._waited = True
@@ -323,13 +333,13 @@ class _Together(dist.Work):
 
 def together(works: Iterable[dist.Work]) -> dist.Work:
     """Return one work for several, which an iterator may start: where it raises, some of them may have begun."""
-    started: list[dist.Work] = marked(list, works)
+    started: list[dist.Work] = _called(list, works)
     return started[0] if len(started) == 1 else _Together(started)
 
 
 def all_reduce_max(values: Tensor, group: dist.ProcessGroup) -> None:
     """Replace `values` by their element-wise maximum over the ranks; it is finished on return."""
-    work = marked(group.allreduce, [values], _MAX)
+    work = _called(group.allreduce, [values], _MAX)
     _finish(work if type(group) is dist.ProcessGroup else _PythonWork(work, values), group, values.device)
 
 
@@ -343,7 +353,7 @@ def all_gather(row: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
 def start_all_gather(row: Tensor, group: dist.ProcessGroup) -> tuple[list[Tensor], dist.Work]:
     """Start `all_gather`, and return the tensors that it will fill and the work to wait for."""
     rows = [torch.empty_like(row) for _ in range(group.size())]
-    return rows, marked(group.allgather, [rows], [row], AllgatherOptions())
+    return rows, _called(group.allgather, [rows], [row], AllgatherOptions())
 
 
 def start_all_to_all(parts: Tensor, flat: Tensor, group: dist.ProcessGroup, lengths: Sequence[int] = ()) -> dist.Work:
@@ -359,7 +369,7 @@ def start_all_to_all(parts: Tensor, flat: Tensor, group: dist.ProcessGroup, leng
         The work, which must be waited for.
     """
     received = [lengths[group.rank()]] * group.size() if lengths else []
-    return marked(group.alltoall_base, parts, flat, received, list(lengths), dist.AllToAllOptions())
+    return _called(group.alltoall_base, parts, flat, received, list(lengths), dist.AllToAllOptions())
 
 
 def start_reduce_scatter(own: Tensor, flat: Tensor, group: dist.ProcessGroup) -> dist.Work:
@@ -373,7 +383,7 @@ def start_reduce_scatter(own: Tensor, flat: Tensor, group: dist.ProcessGroup) ->
     Returns:
         The work, which must be waited for.
     """
-    return marked(group._reduce_scatter_base, own, flat, dist.ReduceScatterOptions())
+    return _called(group._reduce_scatter_base, own, flat, dist.ReduceScatterOptions())
 
 
 def start_all_gather_parts(flat: Tensor, bounds: Sequence[int], group: dist.ProcessGroup) -> dist.Work:
@@ -398,7 +408,7 @@ def start_all_gather_into(flat: Tensor, part: Tensor, group: dist.ProcessGroup) 
     """Start to fill `flat` with every rank's `part`, by rank; `part` may be this rank's place in it."""
     size = group.size()
     if flat.is_cuda or size > MOST_BROADCASTS or type(group) is not dist.ProcessGroup:
-        return marked(group._allgather_base, flat, part, AllgatherOptions())
+        return _called(group._allgather_base, flat, part, AllgatherOptions())
     # gloo's all-gather copies all of `flat` twice, and takes up to three times as long as broadcasts.
     rows = flat.view(size, -1)
     own = rows[group.rank()]
@@ -443,8 +453,8 @@ def start_broadcast(tensor: Tensor, group: dist.ProcessGroup, source: int) -> di
     # The group is called directly: torch.distributed need not know it.
     options = dist.BroadcastOptions()
     options.rootRank = source
-    return marked(group.broadcast, [tensor], options)
+    return _called(group.broadcast, [tensor], options)
 
 
 def _finish(work: dist.Work, group: dist.ProcessGroup, device: torch.device) -> None:
-    marked(finish, work, board_of(group), device.type)
+    _called(finish, work, board_of(group), device.type)

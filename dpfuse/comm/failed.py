@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import builtins
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
-__all__ = ["has_raised", "mark", "marked"]
-
-Result = TypeVar("Result")
+__all__ = ["has_raised", "mark"]
 
 FAILED = "_dpfuse_collective_failed"  # in the `__dict__` of an error
 GROUPS: Any = getattr(builtins, "BaseExceptionGroup", ())  # since Python 3.11
@@ -17,15 +14,6 @@ GROUPS: Any = getattr(builtins, "BaseExceptionGroup", ())  # since Python 3.11
 def mark(error: BaseException) -> None:
     """Make `has_raised` true for an error, also where its class forbids attributes."""
     object.__getattribute__(error, "__dict__")[FAILED] = True
-
-
-def marked(function: Callable[..., Result], *arguments: Any) -> Result:
-    """Call a function that begins a collective, and mark what it raises."""
-    try:
-        return function(*arguments)
-    except BaseException as error:
-        mark(error)
-        raise
 
 
 def has_raised(error: BaseException) -> bool:

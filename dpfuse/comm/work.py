@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
-from dpfuse.comm.failed import marked
+from dpfuse.comm.failed import mark
 from dpfuse.comm.waiting import NO_LIMIT
 
 __all__ = ["StagedWork"]
@@ -45,8 +45,14 @@ class StagedWork(dist.Work):
         self._work: dist.Work | None = None  # that runs
         self._error: Exception | None = None  # of what was computed
         self._future: Future[Any] = Future()
-        if not late:
-            marked(self._start_next)
+        if late:
+            return
+        try:
+            self._start_next()
+        except BaseException as error:
+            if self._work is not None:
+                mark(error)  # it has begun
+            raise
 
     def wait(self, timeout: timedelta = NO_LIMIT) -> bool:
         """Wait for all collectives, for each at most `timeout`; it can be called again if that was too short.

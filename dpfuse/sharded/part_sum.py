@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dpfuse.comm import collective
-from dpfuse.comm.failed import marked
+from dpfuse.comm.failed import mark
 from dpfuse.comm.work import StagedWork
 from dpfuse.engine.protocols import Exchange
 from dpfuse.sharded.division import Region
@@ -47,12 +47,15 @@ class Incoming:
         if nbytes > self._nbytes:
             self._idle, self._nbytes = [], nbytes
         memory = self._idle.pop() if self._idle else torch.empty(self._nbytes, dtype=torch.uint8, device=flat.device)
-        return marked(self._begin, flat, regions, memory, group)
-
-    def _begin(self, flat: Tensor, regions: Sequence[Region], memory: Tensor, group: dist.ProcessGroup) -> dist.Work:
-        work = StagedWork(self._stages(flat, regions, memory, group))
-        self._flying.append(work)
-        return work
+        work: StagedWork | None = None
+        try:
+            work = StagedWork(self._stages(flat, regions, memory, group))
+            self._flying.append(work)
+            return work
+        except BaseException as error:
+            if work is not None:
+                mark(error)  # it has begun
+            raise
 
     def _stages(
         self, flat: Tensor, regions: Sequence[Region], memory: Tensor, group: dist.ProcessGroup

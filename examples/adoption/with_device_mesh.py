@@ -27,6 +27,7 @@ TORCHS = nn.parallel.DistributedDataParallel
 
 def train(model: nn.Module, mesh: DeviceMesh) -> list[Tensor]:
     """Train, and return losses and final weights. Each replica of the mesh has its own pictures."""
+    named = sorted(model.named_parameters())  # before a forward, after which torch's class no longer has divided ones
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     pictures, labels = digits.dataset().tensors
     values = []
@@ -38,7 +39,6 @@ def train(model: nn.Module, mesh: DeviceMesh) -> list[Tensor]:
         optimizer.step()
         optimizer.zero_grad()
         values.append(loss.detach())
-    named = sorted(model.named_parameters())  # torch's class gives divided ones another place
     return [*values, *(local(param) for _, param in named)]
 
 
