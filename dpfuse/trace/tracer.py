@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Sequence
+from heapq import nsmallest
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,12 @@ from dpfuse.trace.phases import Phases
 from dpfuse.trace.random_state import random_states
 from dpfuse.trace.settings import process_settings
 from dpfuse.trace.sketch import signed_sum
-from dpfuse.trace.tensor_hash import NOTHING, Hash, hash_of, hash_of_all, read, text_of
-from dpfuse.trace.trace_file import MODULE_BUFFERS, Writer
+from dpfuse.trace.tensor_hash import NOTHING, Hash, hash_of, hash_of_all, hash_unless_zero, read, text_of
+from dpfuse.trace.trace_file import ACCUMULATED, HELD, MODULE_BUFFERS, Writer
 
 __all__ = ["Tracer"]
+
+SAMPLE = 4  # parameters of a model whose gradients are looked at, in steps that are not hashed in full
 
 
 class _Traced:
@@ -43,8 +46,22 @@ class _Traced:
         self.params = [param for _, param in named]
         self.written: list[list[str]] | None = None  # the buckets in the file
         self.used: set[int] = set()  # parameters that have got a gradient
-        self.reached = False  # whether the backward that runs gives gradients to this model
-        self.local: list[Hash] = [NOTHING] * len(named)  # of this rank's gradients in the backward that runs
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin another backward: forget what hooks have noted, also those of `torch.autograd.grad` since the last."""
+        self.local: list[Hash] = [NOTHING] * len(self.params)  # of this rank's gradients in the backward that runs
+        self.held: list[Hash] | None = None  # of what `.grad` held when it reached this model, if it has
+
+    def in_grad(self, deep: bool) -> list[Hash]:
+        """Return hashes of what `.grad` holds, with `NOTHING` for zeros.
+
+        Args:
+            deep: of each parameter; else of a few small ones, which tell whether the program has zeroed.
+        """
+        used = [self.params[index] for index in self.used]
+        params = self.params if deep else nsmallest(SAMPLE, used, key=Tensor.numel)
+        return [hash_unless_zero(param.grad) for param in params]
 
     def buffer_hashes(self) -> list[Hash]:
         """Return the hashes of the buffers that there were at first."""
@@ -81,7 +98,9 @@ class _GradientHook:
     def __call__(self, grad: Tensor) -> None:
         traced, index = self._traced, self._index
         traced.used.add(index)
-        traced.reached = True
+        if traced.held is None:
+            with self._tracer.phases.inside("tracing"):
+                traced.held = traced.in_grad(self._tracer.deep)  # nothing is added to any of them yet
         if self._tracer.deep:
             with self._tracer.phases.inside("tracing"):
                 before = traced.local[index]
@@ -193,6 +212,8 @@ class Tracer:
     def backward_begins(self, roots: Sequence[Any]) -> None:
         """Note that a backward of these tensors begins, which is not inside another one."""
         self.phases.enter("tracing")
+        for traced in self._models:
+            traced.begin()
         values = [root for root in roots if isinstance(root, Tensor)]
         number = values[0].detach() if len(values) == 1 and values[0].numel() == 1 else None
         self._running = {"loss": hash_of_all(values), "value": number}
@@ -207,12 +228,13 @@ class Tracer:
         self.phases.enter("tracing")
         line = self._running
         for traced in self._models:
-            if not traced.reached:
+            if traced.held is None:
                 continue
-            traced.reached, number = False, str(traced.number)
+            number = str(traced.number)
+            line.setdefault(HELD, {})[number] = traced.held
             if self.deep:
                 line.setdefault("local", {})[number] = traced.local
-                traced.local = [NOTHING] * len(traced.params)
+            traced.begin()
             if traced.synchronises():
                 averaged = [hash_of(param.grad) for param in traced.params]
                 if self.deep and self._buffers:
@@ -221,6 +243,8 @@ class Tracer:
                     line.setdefault("averaged", {})[number] = averaged
                 else:
                     line.setdefault("all_averaged", {})[number] = _hash_of_hashes(averaged)
+            else:
+                line.setdefault(ACCUMULATED, {})[number] = traced.in_grad(self.deep)
         self.phases.enter("outside")
 
     def before_step(self, optimizer: Optimizer) -> None:
@@ -395,7 +419,7 @@ def _in_characters(line: dict[str, Any]) -> dict[str, Any]:
     for name, value in line.items():
         if name in ("stepped", "parameters"):
             line[name] = text_of(value)
-        elif name in ("local", "averaged", "weights", MODULE_BUFFERS):
+        elif name in ("local", "averaged", "weights", HELD, ACCUMULATED, MODULE_BUFFERS):
             line[name] = {number: text_of(hashes) for number, hashes in value.items()}
         elif name in ("inputs", "outputs", "buffers", "loss", "all_parameters"):
             line[name] = text_of([value])

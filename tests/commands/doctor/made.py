@@ -16,7 +16,16 @@ def run_of(folder: Path, number: int, wrapper: str, **facts: Any) -> Run:
 
 def plain_facts(**facts: Any) -> dict[str, Any]:
     made = {"replaceable": 1, "derived": [], "unwrapped": 0}
-    return {"communication": [], "tunings": [], "findings": [], "read": [], "unused": {}, **made, **facts}
+    return {
+        "communication": [],
+        "tunings": [],
+        "findings": [],
+        "samplers": [],
+        "read": [],
+        "unused": {},
+        **made,
+        **facts,
+    }
 
 
 def timed(
