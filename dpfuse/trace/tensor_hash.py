@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-__all__ = ["NOTHING", "Hash", "hash_of", "hash_of_all", "hash_unless_zero", "inner_tensors", "read", "text_of"]
+__all__ = ["NOTHING", "Hash", "hash_of", "hash_of_all", "inner_tensors", "read", "text_of"]
 
 Hash = int | Tensor  # a tensor, [] int64, where the device has not been waited for
 NOTHING = -1  # where there is no tensor
@@ -58,27 +58,6 @@ def hash_of(tensor: Tensor | None, start: Hash = 0) -> Hash:
         if flat.device.type == "cpu":
             return zlib.crc32(flat.numpy().data, int(start))
         return _hash_on_device(flat, start)
-
-
-def hash_unless_zero(tensor: Tensor | None) -> Hash:
-    """Return the number of `hash_of`, and `NOTHING` for a dense tensor of zeros.
-
-    Args:
-        tensor: as for `hash_of`. Of other layouts and classes, zeros have a number as well.
-
-    Example:
-        >>> import torch
-        >>> from dpfuse.trace.tensor_hash import NOTHING, hash_unless_zero
-        >>> hash_unless_zero(torch.zeros(3)) == hash_unless_zero(None) == NOTHING
-        True
-    """
-    if tensor is None or tensor.is_nested or tensor.is_meta or tensor.layout is not torch.strided:
-        return hash_of(tensor)
-    if inner_tensors(tensor) is not None:
-        return hash_of(tensor)
-    if tensor.device.type == "cpu":
-        return hash_of(tensor) if tensor.any() else NOTHING
-    return torch.where(tensor.any(), hash_of(tensor), NOTHING)
 
 
 def inner_tensors(tensor: Tensor) -> Sequence[Tensor] | None:

@@ -19,14 +19,15 @@ from dpfuse.engine.plan import BucketPlan
 from dpfuse.engine.torch_private import leave_untraced
 from dpfuse.trace.phases import Phases
 from dpfuse.trace.random_state import random_states
+from dpfuse.trace.rescaling import Pair, is_plain, rescaled, sample_of
 from dpfuse.trace.settings import process_settings
 from dpfuse.trace.sketch import signed_sum
-from dpfuse.trace.tensor_hash import NOTHING, Hash, hash_of, hash_of_all, hash_unless_zero, read, text_of
-from dpfuse.trace.trace_file import ACCUMULATED, HELD, MODULE_BUFFERS, Writer
+from dpfuse.trace.tensor_hash import NOTHING, Hash, hash_of, hash_of_all, read, text_of
+from dpfuse.trace.trace_file import HELD, LEFT, MODULE_BUFFERS, RESCALED, Writer
 
 __all__ = ["Tracer"]
 
-SAMPLE = 4  # parameters of a model whose gradients are looked at, in steps that are not hashed in full
+FEW = 4  # small parameters of a model, whose gradients tell whether the program has zeroed
 
 
 class _Traced:
@@ -46,22 +47,34 @@ class _Traced:
         self.params = [param for _, param in named]
         self.written: list[list[str]] | None = None  # the buckets in the file
         self.used: set[int] = set()  # parameters that have got a gradient
+        self.samples: dict[int, Tensor] = {}  # of what the last backward since a step has left in `.grad`
         self.begin()
 
     def begin(self) -> None:
         """Begin another backward: forget what hooks have noted, also those of `torch.autograd.grad` since the last."""
         self.local: list[Hash] = [NOTHING] * len(self.params)  # of this rank's gradients in the backward that runs
-        self.held: list[Hash] | None = None  # of what `.grad` held when it reached this model, if it has
+        self.held: list[Hash] | None = None  # what `.grad` held when it reached this model, if it has: see `in_grad`
+        self.pairs: list[Pair] = []  # of elements of `.grad` behind the last backward, and when this one reaches it
 
-    def in_grad(self, deep: bool) -> list[Hash]:
-        """Return hashes of what `.grad` holds, with `NOTHING` for zeros.
+    def reached(self, deep: bool) -> None:
+        """Note what there is before the backward that runs adds the first gradient."""
+        self.held = self.in_grad()
+        grads = [(place, sample, self.params[place].grad) for place, sample in self.samples.items()] if deep else []
+        self.pairs = [
+            Pair(place, sample, sample_of(grad), 4 * torch.finfo(grad.dtype).eps)
+            for place, sample, grad in grads
+            if grad is not None and is_plain(grad)
+        ]
 
-        Args:
-            deep: of each parameter; else of a few small ones, which tell whether the program has zeroed.
-        """
-        used = [self.params[index] for index in self.used]
-        params = self.params if deep else nsmallest(SAMPLE, used, key=Tensor.numel)
-        return [hash_unless_zero(param.grad) for param in params]
+    def in_grad(self) -> list[Hash]:
+        """Return, for a few small parameters, 1 where `.grad` holds anything but zeros."""
+        few = nsmallest(FEW, [self.params[index] for index in self.used], key=Tensor.numel)
+        return [_is_not_zero(param.grad) for param in few]
+
+    def sample(self) -> None:
+        """Copy a few elements of each gradient."""
+        grads = ((place, param.grad) for place, param in enumerate(self.params))
+        self.samples = {place: sample_of(grad) for place, grad in grads if grad is not None and is_plain(grad)}
 
     def buffer_hashes(self) -> list[Hash]:
         """Return the hashes of the buffers that there were at first."""
@@ -98,11 +111,13 @@ class _GradientHook:
     def __call__(self, grad: Tensor) -> None:
         traced, index = self._traced, self._index
         traced.used.add(index)
-        if traced.held is None:
-            with self._tracer.phases.inside("tracing"):
-                traced.held = traced.in_grad(self._tracer.deep)  # nothing is added to any of them yet
-        if self._tracer.deep:
-            with self._tracer.phases.inside("tracing"):
+        deep = self._tracer.deep
+        if not deep and traced.held is not None:
+            return
+        with self._tracer.phases.inside("tracing"):
+            if traced.held is None:
+                traced.reached(deep)
+            if deep:
                 before = traced.local[index]
                 traced.local[index] = hash_of(grad, 0 if before is NOTHING else before)
 
@@ -144,6 +159,7 @@ class Tracer:
         self._forwards: list[dict[str, Any]] = []
         self._backwards: list[dict[str, Any]] = []
         self._running: dict[str, Any] = {}  # the backward that runs, or has ended last
+        self._looks: list[tuple[dict[str, Any], str, list[Pair]]] = []  # of these backwards, with a model's number
         self._stepped: list[Hash] = []
         self._gradient: list[Tensor | float] = []  # its sketch
         self._lines = 0
@@ -234,6 +250,8 @@ class Tracer:
             line.setdefault(HELD, {})[number] = traced.held
             if self.deep:
                 line.setdefault("local", {})[number] = traced.local
+                self._looks.append((line, number, traced.pairs))
+                traced.sample()
             traced.begin()
             if traced.synchronises():
                 averaged = [hash_of(param.grad) for param in traced.params]
@@ -244,7 +262,7 @@ class Tracer:
                 else:
                     line.setdefault("all_averaged", {})[number] = _hash_of_hashes(averaged)
             else:
-                line.setdefault(ACCUMULATED, {})[number] = traced.in_grad(self.deep)
+                line.setdefault(LEFT, {})[number] = traced.in_grad()
         self.phases.enter("outside")
 
     def before_step(self, optimizer: Optimizer) -> None:
@@ -275,8 +293,12 @@ class Tracer:
             line["sketch"] = [signed_sum(param) for param in _params_of(optimizer)]
             if self.deep:
                 line["gradient sketch"] = self._gradient
+        for backward, model, pairs in self._looks:
+            if places := rescaled(pairs):
+                backward.setdefault(RESCALED, {})[model] = places
         plans = {}
         for traced in self._models:
+            traced.samples = {}  # an optimizer may change gradients
             buckets = traced.buckets()
             if buckets is not None and buckets != traced.written:
                 traced.written = plans[str(traced.number)] = buckets
@@ -285,7 +307,7 @@ class Tracer:
         line = _resolved(line)
         self._lines += 1
         self.deep = steps[0] < self._deep_steps
-        self._forwards, self._backwards, self._stepped = [], [], []
+        self._forwards, self._backwards, self._looks, self._stepped = [], [], [], []
         self._file.write("step", {**line, "times": self.phases.taken()})
         if self._after_step is not None:
             self._after_step(steps[0])
@@ -349,6 +371,13 @@ def _nothing() -> Callable[..., None]:
 
 def _do_nothing(*_: Any) -> None:
     """Stands for the hook in a copy."""
+
+
+def _is_not_zero(grad: Tensor | None) -> Hash:
+    """Return 1 for a gradient with another number than 0, and for one that is not plain."""
+    if grad is None or not is_plain(grad):
+        return int(grad is not None)
+    return int(grad.any()) if grad.is_cpu else grad.any().long()
 
 
 def _params_of(optimizer: Optimizer) -> list[Tensor]:
@@ -419,7 +448,7 @@ def _in_characters(line: dict[str, Any]) -> dict[str, Any]:
     for name, value in line.items():
         if name in ("stepped", "parameters"):
             line[name] = text_of(value)
-        elif name in ("local", "averaged", "weights", HELD, ACCUMULATED, MODULE_BUFFERS):
+        elif name in ("local", "averaged", "weights", MODULE_BUFFERS):
             line[name] = {number: text_of(hashes) for number, hashes in value.items()}
         elif name in ("inputs", "outputs", "buffers", "loss", "all_parameters"):
             line[name] = text_of([value])

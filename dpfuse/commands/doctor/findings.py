@@ -257,9 +257,9 @@ def _own_buffers(run: Run) -> Iterator[Finding]:
         ]
         if apart:
             text = (
-                f"{name_list(apart)} of model {number} ({model['class']}) differ between ranks behind each average, so a "
-                "checkpoint holds those of the rank that saves it. Leave out broadcast_buffers=False to have rank 0's "
-                "on all, or let torch.nn.SyncBatchNorm average statistics."
+                f"{name_list(apart)} of model {number} ({model['class']}) differ between ranks after each average, so "
+                "a checkpoint holds those of the rank that saves it. Leave out broadcast_buffers=False to have rank "
+                "0's on all, or let torch.nn.SyncBatchNorm average statistics."
             )
             yield Finding("", BUFFERS, text, ())
 

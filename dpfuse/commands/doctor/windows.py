@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from dpfuse.trace.trace_file import ACCUMULATED, HELD, RankTrace
+from dpfuse.trace.trace_file import HELD, LEFT, RESCALED, RankTrace
 
 __all__ = ["Window", "changed_gradients", "lost_batches", "name_list", "unaveraged_step", "windows_of"]
 
@@ -49,11 +49,11 @@ def windows_of(trace: RankTrace, optimizer: int, model: str) -> list[Window]:
     found: list[Window] = []
     since: list[dict[str, Any]] = []
     for number, line in enumerate(trace.steps):
-        since += [one for one in line["backwards"] if model in _ends(one)]
+        since += [one for one in line["backwards"] if _reaches(one, model)]
         if line["optimizer"] == optimizer:
             *lost, last = _parts(since, model) or [[]]
             if last:
-                averaged = tuple(model not in one.get(ACCUMULATED, {}) for one in last)
+                averaged = tuple(model not in one.get(LEFT, {}) for one in last)
                 found.append(Window(number, averaged, tuple(map(len, lost))))
             since = []
     return found
@@ -62,8 +62,8 @@ def windows_of(trace: RankTrace, optimizer: int, model: str) -> list[Window]:
 def unaveraged_step(traces: Mapping[int, RankTrace]) -> str | None:
     """Say that a step, after fewer backwards than usual, uses the gradients of each rank alone.
 
-    It counts where the weights of the ranks differ from this step on, and still after the next one: a program may
-    average gradients or weights by itself.
+    It counts where the weights of the ranks differ from this step on, and still after the next one, which uses averaged
+    gradients again. A program may average gradients or weights by itself, or go on with local steps.
 
     Args:
         traces: of a run, by rank.
@@ -71,18 +71,18 @@ def unaveraged_step(traces: Mapping[int, RankTrace]) -> str | None:
     first = traces[0]
     for optimizer, model in _pairs(first):
         windows = windows_of(first, optimizer, model)
-        apart = [number for number, window in enumerate(windows) if _equal(traces, window.step) is False]
-        if not apart or apart[0] == 0 or apart[0] + 1 not in apart:
+        found = _where_ranks_part(traces, windows)
+        if found is None:
             continue
-        begin, length, same = windows[apart[0]], 0, 0
+        length = same = 0
         for window in windows:
             if window.averaged[-1]:
                 same = same + 1 if len(window.averaged) == length else 1
                 length = len(window.averaged)
-            elif same >= USUAL and len(begin.averaged) < length and not any(begin.averaged):
+            elif same >= USUAL and len(found.averaged) < length and not any(found.averaged):
                 return (
                     f"{USUAL} windows in a row of {_class(first, optimizer)} had {length} backwards each, of which the "
-                    f"last one was averaged. Step {begin.step} came after {len(begin.averaged)}, and none of them was "
+                    f"last one was averaged. Step {found.step} came after {len(found.averaged)}, and none of them was "
                     "averaged. So it used the gradients of each rank alone, and the weights of the ranks differ since "
                     "then. Expected the last batch before each step to be synchronised, also that of an epoch: "
                     "`model.no_sync(enabled=not (last_of_window or last_of_epoch))`."
@@ -100,12 +100,15 @@ def lost_batches(traces: Mapping[int, RankTrace]) -> str | None:
     for optimizer, model in _pairs(first):
         length = same = between = count = 0  # of averaged windows: the last length, and how many had it
         seen = (0, 0)  # the length of a lost window, and how many averaged ones came before it
+        before = 0  # the line of the step before
         for window in windows_of(first, optimizer, model):
             if window.lost:
                 usual = length if same >= USUAL else 0
                 now = (window.lost[0], between)
-                # A program that zeroes between any two steps means it: these gradients are for another use.
-                if len(window.lost) > 1 or now[0] >= usual or between < USUAL // 2:
+                # A program that zeroes twice before a step, or whose batch is trained on, too, means it: these
+                # gradients are for another use.
+                on_purpose = len(window.lost) > 1 or _repeats(first.steps[before : window.step + 1], model)
+                if on_purpose or now[0] >= usual or between < USUAL // 2:
                     count = 0
                 else:
                     count, seen = count + 1 if count and now == seen else 1, now
@@ -118,6 +121,7 @@ def lost_batches(traces: Mapping[int, RankTrace]) -> str | None:
                         "end of an epoch, too, after a synchronised backward, or let an epoch have a whole number of "
                         "windows."
                     )
+            before = window.step
             if window.averaged[-1]:
                 between += 1
                 same = same + 1 if len(window.averaged) == length else 1
@@ -126,7 +130,7 @@ def lost_batches(traces: Mapping[int, RankTrace]) -> str | None:
 
 
 def changed_gradients(traces: Mapping[int, RankTrace]) -> str | None:
-    """Say that gradients were changed between two backwards of one window that add to them.
+    """Say that gradients were scaled or cut between two backwards of one window that add to them.
 
     Args:
         traces: of a run, by rank; only steps that are hashed in full show it.
@@ -136,17 +140,27 @@ def changed_gradients(traces: Mapping[int, RankTrace]) -> str | None:
             rows = [(step, _changes(line, str(model["number"]))) for step, line in enumerate(trace.steps)]
             rows = [(step, changes) for step, changes in rows if changes]
             if len(rows) >= CHANGED:
-                step, changes = rows[-1]
+                step, last = rows[-1]
                 places = sorted({place for _, changes in rows for change in changes for place in change})
                 names = name_list([model["names"][place] for place in places])
                 return (
                     f"in {len(rows)} windows, the gradients of {names} of model {model['number']} ({model['class']}) "
-                    f"on rank {rank} were changed between two backwards that add to them, the last time before step "
-                    f"{step}, {len(changes)} times. With clipping or scaling there, the first batches count less than "
-                    "the last. Expected it once, between the last backward and the step: move it there, or divide the "
-                    "loss. A running mean, a mask, or what is added there may be meant so."
+                    f"were scaled or cut between two backwards that add to them, on rank {rank}; before step {step} it "
+                    f"happened {len(last)} times. The first batches are then scaled more often than the last. Expected "
+                    "changes such as clipping or unscaling once, between the last backward and the step. Move them "
+                    "there, or divide the loss. A running mean may be meant so."
                 )
     return None
+
+
+def _changes(line: dict[str, Any], model: str) -> list[list[int]]:
+    """Return, for each backward that adds to gradients that were scaled since the one before, their places."""
+    rows = [
+        [place for place in one[RESCALED][model] if "-" not in one["local"][model][8 * place : 8 * place + 8]]
+        for one in line["backwards"]
+        if model in one.get(RESCALED, {})
+    ]
+    return [row for row in rows if row]
 
 
 def name_list(names: Sequence[str]) -> str:
@@ -169,17 +183,8 @@ def _class(trace: RankTrace, optimizer: int) -> str:
     return str(trace.optimizers[optimizer]["class"])
 
 
-def _ends(backward: dict[str, Any]) -> dict[str, str]:
-    """Return what a backward has left in the gradients of each model that it has reached."""
-    found: dict[str, str] = {}
-    for name in (ACCUMULATED, "averaged", "all_averaged"):
-        found |= backward.get(name, {})
-    return found
-
-
-def _is_empty(text: str) -> bool:
-    """Whether these hashes show that there are no gradients, or zeros."""
-    return bool(text) and not text.strip("-")
+def _reaches(backward: dict[str, Any], model: str) -> bool:
+    return any(model in backward.get(name, {}) for name in (LEFT, "averaged", "all_averaged"))
 
 
 def _parts(backwards: Sequence[dict[str, Any]], model: str) -> list[list[dict[str, Any]]]:
@@ -188,13 +193,28 @@ def _parts(backwards: Sequence[dict[str, Any]], model: str) -> list[list[dict[st
     Gradients that are added up elsewhere, such as in buckets, are empty after each backward that is not averaged.
     """
     parts: list[list[dict[str, Any]]] = []
-    left = ""
+    was_empty = False
     for one in backwards:
-        if not parts or (_is_empty(one.get(HELD, {}).get(model, "")) and not _is_empty(left)):
+        if not parts or (not was_empty and not any(one[HELD][model])):
             parts.append([])
         parts[-1].append(one)
-        left = _ends(one)[model]
+        was_empty = not any(one.get(LEFT, {}).get(model, [1]))
     return parts
+
+
+def _repeats(lines: Sequence[dict[str, Any]], model: str) -> bool:
+    """Whether some of the backwards in these lines are of the same batch."""
+    inputs = {one["inputs"] for line in lines for one in line["forwards"] if str(one["model"]) == model}
+    return len(inputs) < sum(_reaches(one, model) for line in lines for one in line["backwards"])
+
+
+def _where_ranks_part(traces: Mapping[int, RankTrace], windows: Sequence[Window]) -> Window | None:
+    """Return the window whose step makes the weights of the ranks differ, if the next one leaves them so."""
+    for number, (window, after) in enumerate(pairwise(windows)):
+        if _equal(traces, window.step) is False:
+            is_one_step = number > 0 and after.averaged[-1]
+            return window if is_one_step and _equal(traces, after.step) is False else None
+    return None
 
 
 def _equal(traces: Mapping[int, RankTrace], step: int) -> bool | None:
@@ -206,26 +226,3 @@ def _equal(traces: Mapping[int, RankTrace], step: int) -> bool | None:
     if any(one != names[0] for one in names):
         return None
     return len({line.get("parameters", line.get("all_parameters")) for line in lines}) == 1
-
-
-def _changes(line: dict[str, Any], model: str) -> list[list[int]]:
-    """Return, for each backward that finds other gradients than there were, the places of these parameters."""
-    if "parameters" not in line:
-        return []  # it shows a few of them only
-    found = []
-    reaching = [one for one in line["backwards"] if HELD in one and model in one[HELD]]
-    kept: set[tuple[int, str]] = set()  # what there was in this window: a program may put one of these back
-    for before, now in pairwise(reaching):
-        rows = zip(*map(_hashes, (_ends(before)[model], now[HELD][model], now["local"][model])), strict=True)
-        changed = []
-        for place, (left, held, added) in enumerate(rows):
-            kept.add((place, left))
-            if "-" not in left + held + added and (place, held) not in kept:
-                changed.append(place)
-        if changed:
-            found.append(changed)
-    return found
-
-
-def _hashes(text: str) -> list[str]:
-    return [text[place : place + 8] for place in range(0, len(text), 8)]

@@ -217,7 +217,10 @@ def traced(*ranks, count=1, unused=()):
         trace.models[0]["names"] = ["weight"]
         for line, (averaged, weights) in zip(trace.steps, rows, strict=True):
             of_model = {"0": averaged}
-            line |= {"backwards": [{"averaged": of_model}] * count if averaged else [{}], "parameters": weights}
+            line |= {
+                "backwards": [{"averaged": of_model, "held": {"0": [1]}}] * count if averaged else [{}],
+                "parameters": weights,
+            }
     run.facts = {str(rank): plain_facts(unused={"0": list(unused)}) for rank in range(len(ranks))}
     return run
 
