@@ -145,10 +145,11 @@ def changed_gradients(traces: Mapping[int, RankTrace]) -> str | None:
                 names = name_list([model["names"][place] for place in places])
                 return (
                     f"in {len(rows)} windows, the gradients of {names} of model {model['number']} ({model['class']}) "
-                    f"were scaled or cut between two backwards that add to them, on rank {rank}; before step {step} it "
-                    f"happened {len(last)} times. The first batches are then scaled more often than the last. Expected "
-                    "changes such as clipping or unscaling once, between the last backward and the step. Move them "
-                    "there, or divide the loss. A running mean may be meant so."
+                    f"were scaled or cut between two backwards that add to them, on rank {rank}; before step {step}, "
+                    f"{len(last)} of {len(trace.steps[step]['backwards'])} backwards found them so. The first batches "
+                    "are then scaled more often than the last. Expected changes such as clipping or unscaling once, "
+                    "between the last backward and the step. Move them there, or divide the loss. A running mean may "
+                    "be meant so."
                 )
     return None
 
