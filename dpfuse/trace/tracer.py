@@ -27,7 +27,7 @@ from dpfuse.trace.trace_file import HELD, LEFT, MODULE_BUFFERS, RESCALED, Writer
 
 __all__ = ["Tracer"]
 
-FEW = 4  # small parameters of a model, whose gradients tell whether the program has zeroed
+FEW = 4  # small gradients of a model, which tell whether the program has zeroed
 
 
 class _Traced:
@@ -67,9 +67,9 @@ class _Traced:
         ]
 
     def in_grad(self) -> list[Hash]:
-        """Return, for a few small parameters, 1 where `.grad` holds anything but zeros."""
-        few = nsmallest(FEW, [self.params[index] for index in self.used], key=Tensor.numel)
-        return [_is_not_zero(param.grad) for param in few]
+        """Return 1 for each of a few small gradients that are there and are not zeros, and 0 for zeros."""
+        grads = (param.grad for param in self.params if param.grad is not None)
+        return [_is_not_zero(grad) for grad in nsmallest(FEW, grads, key=Tensor.numel)]
 
     def sample(self) -> None:
         """Copy a few elements of each gradient."""
@@ -373,10 +373,10 @@ def _do_nothing(*_: Any) -> None:
     """Stands for the hook in a copy."""
 
 
-def _is_not_zero(grad: Tensor | None) -> Hash:
+def _is_not_zero(grad: Tensor) -> Hash:
     """Return 1 for a gradient with another number than 0, and for one that is not plain."""
-    if grad is None or not is_plain(grad):
-        return int(grad is not None)
+    if not is_plain(grad):
+        return 1
     return int(grad.any()) if grad.is_cpu else grad.any().long()
 
 

@@ -149,24 +149,26 @@ def _traced(run: Run) -> Iterator[Finding]:
 
 
 def _parting(run: Run) -> tuple[int, list[str]] | None:
-    """Return the first step behind which weights differ that all ranks have stepped by the same averaged gradients.
+    """Return the first step after which weights differ that all ranks have stepped by the same averaged gradients.
 
-    Ranks may well train apart for a while: inside of `no_sync()`, or with a hook that averages over some of them.
+    Ranks may well train apart for a while: inside of `no_sync()`, or with a hook that averages over some of them. Their
+    weights then differ before such a step, too.
 
     Returns:
         The step, and the names of the parameters, as far as they were hashed one by one.
     """
     first = run.traces[0]
+    apart: dict[int, bool] = {}  # by optimizer: whether the weights differ since its last step
     for step in range(run.steps):
         lines = [trace.steps[step] for trace in run.traces.values()]
         names = first.optimizers[lines[0]["optimizer"]]["names"]
         if any(trace.optimizers[trace.steps[step]["optimizer"]]["names"] != names for trace in run.traces.values()):
             continue  # each rank steps its own part
         averages = [_averages(line) for line in lines]
-        if not averages[0] or any(one != averages[0] for one in averages):
-            continue
         name = "parameters" if "parameters" in lines[0] else "all_parameters"
-        if len({line[name] for line in lines}) > 1:
+        was_apart = apart.get(lines[0]["optimizer"], False)
+        apart[lines[0]["optimizer"]] = differ = len({line[name] for line in lines}) > 1
+        if differ and not was_apart and averages[0] and all(one == averages[0] for one in averages):
             return step, [
                 one
                 for index, one in enumerate(names)

@@ -56,7 +56,7 @@ NAMES = ["weight", "bias"]
 
 
 def window(text, weights=("1", "1"), **fields):
-    """A step of each rank: "l" and "a" for local and averaged backwards, "0" before one that finds zeros; its weights."""
+    """A step of each rank: "l" and "a" for local and averaged backwards, "0" before one that finds zeros; weights."""
     lines = []
     for each in weights:
         backwards: list[dict[str, Any]] = []

@@ -23,7 +23,7 @@ from dpfuse.commands.doctor.speed import Link, measure
 from dpfuse.commands.doctor.summary import summary
 from dpfuse.commands.machine import machine_facts, software_versions
 from dpfuse.trace.comparison import Difference
-from tests.commands.doctor.made import plain_facts, run_of, traces_of, timed, window
+from tests.commands.doctor.made import plain_facts, run_of, timed, traces_of, window
 from tests.trace.training import train
 
 EQUAL = Numbers("equal", "The same bits.", 12)
@@ -236,6 +236,8 @@ def test_weights_that_part_behind_the_same_average_are_named_and_no_local_steps(
     assert "after step 1 the ranks hold different weights in weight" in found.text
     local = [("", weights) for _, weights in EQUAL_STEPS]
     assert findings_of([traced(local, [("", "9" * 8)] * 3)]) == ()
+    begun = [local[0], *EQUAL_STEPS[1:]]  # they part in a local step, and train on with averages
+    assert findings_of([traced(begun, [("", "9" * 8), ("b" * 8, "8" * 8), ("c" * 8, "7" * 8)])]) == ()
 
 
 def test_a_rank_that_leaves_out_steps_is_named():
