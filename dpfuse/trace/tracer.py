@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from heapq import nsmallest
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ class _Traced:
         self.names = [name for name, _ in named]
         self.buffer_names = [name for name, _ in _inside(wrapper).named_buffers()]
         self.params = [param for _, param in named]
+        self.small_first = sorted(self.params, key=Tensor.numel)
         self.written: list[list[str]] | None = None  # the buckets in the file
         self.used: set[int] = set()  # parameters that have got a gradient
         self.samples: dict[int, Tensor] = {}  # of what the last backward since a step has left in `.grad`
@@ -68,8 +69,8 @@ class _Traced:
 
     def in_grad(self) -> list[Hash]:
         """Return 1 for each of a few small gradients that are there and are not zeros, and 0 for zeros."""
-        grads = (param.grad for param in self.params if param.grad is not None)
-        return [_is_not_zero(grad) for grad in nsmallest(FEW, grads, key=Tensor.numel)]
+        grads = (param.grad for param in self.small_first)
+        return [_is_not_zero(grad) for grad in islice((grad for grad in grads if grad is not None), FEW)]
 
     def sample(self) -> None:
         """Copy a few elements of each gradient."""
