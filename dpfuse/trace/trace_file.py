@@ -7,6 +7,9 @@ before the first step of an optimizer. A line `step` comes behind each step of a
   of the first one of each model `weights`
 - `backwards`: of each backward `loss` (hash), `value`, `local` and `averaged` (by model, eight characters a parameter)
 - `optimizer`, `settings` (of its groups: learning rate and so on), `stepped` (the gradients that it used), `parameters`
+- `held`, `left`: when a backward begins, and when one that is not averaged ends, 1 for each of a few small gradients
+  that hold anything but zeros, and 0 for zeros (by model). `rescaled`: the places of parameters whose `.grad` was
+  scaled or cut since the backward before, where there are any (by model). No comparison of runs reads them
 - `module buffers`: of a backward, where they are asked for (by model, eight characters a buffer)
 - `all_averaged` (by model) and `all_parameters`: one hash for those of each, in steps that are not hashed in full
 - `plan`: for each model the names of the parameters of each bucket; written when it changes
@@ -25,10 +28,10 @@ from typing import Any, TextIO
 
 from dpfuse.errors import DPFuseError
 
-__all__ = ["FORMAT", "MODULE_BUFFERS", "RankTrace", "Writer", "read_folder"]
+__all__ = ["FORMAT", "HELD", "LEFT", "MODULE_BUFFERS", "RESCALED", "RankTrace", "Writer", "read_folder"]
 
 FORMAT = "dpfuse trace 1"
-MODULE_BUFFERS = "module buffers"  # a field of a backward
+HELD, LEFT, RESCALED, MODULE_BUFFERS = "held", "left", "rescaled", "module buffers"  # fields of a backward
 NAME = re.compile(r"rank(\d+)\.jsonl")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,15 @@ from dpfuse.engine.plan import BucketPlan
 from dpfuse.engine.torch_private import leave_untraced
 from dpfuse.trace.phases import Phases
 from dpfuse.trace.random_state import random_states
+from dpfuse.trace.rescaling import Pair, is_plain, rescaled, sample_of
 from dpfuse.trace.settings import process_settings
 from dpfuse.trace.sketch import signed_sum
 from dpfuse.trace.tensor_hash import NOTHING, Hash, hash_of, hash_of_all, read, text_of
-from dpfuse.trace.trace_file import MODULE_BUFFERS, Writer
+from dpfuse.trace.trace_file import HELD, LEFT, MODULE_BUFFERS, RESCALED, Writer
 
 __all__ = ["Tracer"]
+
+FEW = 4  # small gradients of a model, which tell whether the program has zeroed
 
 
 class _Traced:
@@ -41,10 +45,37 @@ class _Traced:
         self.names = [name for name, _ in named]
         self.buffer_names = [name for name, _ in _inside(wrapper).named_buffers()]
         self.params = [param for _, param in named]
+        self.small_first = sorted(self.params, key=Tensor.numel)
         self.written: list[list[str]] | None = None  # the buckets in the file
         self.used: set[int] = set()  # parameters that have got a gradient
-        self.reached = False  # whether the backward that runs gives gradients to this model
-        self.local: list[Hash] = [NOTHING] * len(named)  # of this rank's gradients in the backward that runs
+        self.samples: dict[int, Tensor] = {}  # of what the last backward since a step has left in `.grad`
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin another backward: forget what hooks have noted, also those of `torch.autograd.grad` since the last."""
+        self.local: list[Hash] = [NOTHING] * len(self.params)  # of this rank's gradients in the backward that runs
+        self.held: list[Hash] | None = None  # what `.grad` held when it reached this model, if it has: see `in_grad`
+        self.pairs: list[Pair] = []  # of elements of `.grad` behind the last backward, and when this one reaches it
+
+    def reached(self, deep: bool) -> None:
+        """Note what there is before the backward that runs adds the first gradient."""
+        self.held = self.in_grad()
+        grads = [(place, sample, self.params[place].grad) for place, sample in self.samples.items()] if deep else []
+        self.pairs = [
+            Pair(place, sample, sample_of(grad), 4 * torch.finfo(grad.dtype).eps)
+            for place, sample, grad in grads
+            if grad is not None and is_plain(grad)
+        ]
+
+    def in_grad(self) -> list[Hash]:
+        """Return 1 for each of a few small gradients that are there and are not zeros, and 0 for zeros."""
+        grads = (param.grad for param in self.small_first)
+        return [_is_not_zero(grad) for grad in islice((grad for grad in grads if grad is not None), FEW)]
+
+    def sample(self) -> None:
+        """Copy a few elements of each gradient."""
+        grads = ((place, param.grad) for place, param in enumerate(self.params))
+        self.samples = {place: sample_of(grad) for place, grad in grads if grad is not None and is_plain(grad)}
 
     def buffer_hashes(self) -> list[Hash]:
         """Return the hashes of the buffers that there were at first."""
@@ -81,9 +112,13 @@ class _GradientHook:
     def __call__(self, grad: Tensor) -> None:
         traced, index = self._traced, self._index
         traced.used.add(index)
-        traced.reached = True
-        if self._tracer.deep:
-            with self._tracer.phases.inside("tracing"):
+        deep = self._tracer.deep
+        if not deep and traced.held is not None:
+            return
+        with self._tracer.phases.inside("tracing"):
+            if traced.held is None:
+                traced.reached(deep)
+            if deep:
                 before = traced.local[index]
                 traced.local[index] = hash_of(grad, 0 if before is NOTHING else before)
 
@@ -125,6 +160,7 @@ class Tracer:
         self._forwards: list[dict[str, Any]] = []
         self._backwards: list[dict[str, Any]] = []
         self._running: dict[str, Any] = {}  # the backward that runs, or has ended last
+        self._looks: list[tuple[dict[str, Any], str, list[Pair]]] = []  # of these backwards, with a model's number
         self._stepped: list[Hash] = []
         self._gradient: list[Tensor | float] = []  # its sketch
         self._lines = 0
@@ -193,6 +229,8 @@ class Tracer:
     def backward_begins(self, roots: Sequence[Any]) -> None:
         """Note that a backward of these tensors begins, which is not inside another one."""
         self.phases.enter("tracing")
+        for traced in self._models:
+            traced.begin()
         values = [root for root in roots if isinstance(root, Tensor)]
         number = values[0].detach() if len(values) == 1 and values[0].numel() == 1 else None
         self._running = {"loss": hash_of_all(values), "value": number}
@@ -207,12 +245,15 @@ class Tracer:
         self.phases.enter("tracing")
         line = self._running
         for traced in self._models:
-            if not traced.reached:
+            if traced.held is None:
                 continue
-            traced.reached, number = False, str(traced.number)
+            number = str(traced.number)
+            line.setdefault(HELD, {})[number] = traced.held
             if self.deep:
                 line.setdefault("local", {})[number] = traced.local
-                traced.local = [NOTHING] * len(traced.params)
+                self._looks.append((line, number, traced.pairs))
+                traced.sample()
+            traced.begin()
             if traced.synchronises():
                 averaged = [hash_of(param.grad) for param in traced.params]
                 if self.deep and self._buffers:
@@ -221,6 +262,8 @@ class Tracer:
                     line.setdefault("averaged", {})[number] = averaged
                 else:
                     line.setdefault("all_averaged", {})[number] = _hash_of_hashes(averaged)
+            else:
+                line.setdefault(LEFT, {})[number] = traced.in_grad()
         self.phases.enter("outside")
 
     def before_step(self, optimizer: Optimizer) -> None:
@@ -251,8 +294,12 @@ class Tracer:
             line["sketch"] = [signed_sum(param) for param in _params_of(optimizer)]
             if self.deep:
                 line["gradient sketch"] = self._gradient
+        for backward, model, pairs in self._looks:
+            if places := rescaled(pairs):
+                backward.setdefault(RESCALED, {})[model] = places
         plans = {}
         for traced in self._models:
+            traced.samples = {}  # an optimizer may change gradients
             buckets = traced.buckets()
             if buckets is not None and buckets != traced.written:
                 traced.written = plans[str(traced.number)] = buckets
@@ -261,7 +308,7 @@ class Tracer:
         line = _resolved(line)
         self._lines += 1
         self.deep = steps[0] < self._deep_steps
-        self._forwards, self._backwards, self._stepped = [], [], []
+        self._forwards, self._backwards, self._looks, self._stepped = [], [], [], []
         self._file.write("step", {**line, "times": self.phases.taken()})
         if self._after_step is not None:
             self._after_step(steps[0])
@@ -325,6 +372,13 @@ def _nothing() -> Callable[..., None]:
 
 def _do_nothing(*_: Any) -> None:
     """Stands for the hook in a copy."""
+
+
+def _is_not_zero(grad: Tensor) -> Hash:
+    """Return 1 for a gradient with another number than 0, and for one that is not plain."""
+    if not is_plain(grad):
+        return 1
+    return int(grad.any()) if grad.is_cpu else grad.any().long()
 
 
 def _params_of(optimizer: Optimizer) -> list[Tensor]:

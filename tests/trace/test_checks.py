@@ -21,14 +21,14 @@ def told(rank: int, size: int, folder: Path) -> list[str]:
         model = dpfuse.DistributedDataParallel(mlp())
         tracer.add(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        with mock.patch.object(findings, "log") as log, model.no_sync():
+        with mock.patch.object(findings, "note") as note, model.no_sync():
             for x, y in batches(rank, 24):
                 optimizer.zero_grad()
                 loss_of(model(x), y).backward()
                 optimizer.step()
     finally:
         stop_tracer()
-    return [call.args[0] for call in log.call_args_list]
+    return [call.args[0] for call in note.call_args_list]
 
 
 def test_a_training_in_no_sync_is_named_under_a_trace(ranks, tmp_path):

@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 
 import dpfuse
 from dpfuse.trace.attachment import start_tracer, stop_tracer
+from dpfuse.trace.comparison import compare
 from dpfuse.trace.trace_file import read_folder
 from tests.distributed.processes import clean_environment, run
 from tests.patience import patience
@@ -60,6 +62,43 @@ def test_the_variable_traces_every_wrapper_and_optimizer(traced):
         "device",
         "tracing",
     }
+
+
+def test_backwards_tell_what_they_find_in_gradients_and_no_comparison_reads_it(traced):
+    model = dpfuse.DataParallel(nn.Linear(4, 2))
+    params, optimizer = [*model.parameters()], torch.optim.SGD(model.parameters(), lr=0.1)
+    for factor in (0.5, 1.0):
+        with model.no_sync():
+            model(torch.randn(3, 4)).sum().backward()
+        for param in params:
+            param.grad *= factor
+        model(torch.randn(3, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        torch.autograd.grad(model(torch.randn(3, 4)).sum(), params)  # is no backward, and leaves nothing
+    first, second = (line["backwards"] for line in read_folder(traced)[0].steps)
+    for backwards, at_begin in ((first, []), (second, [0, 0])):
+        assert [one["held"] for one in backwards] == [{"0": at_begin}, {"0": [1, 1]}]
+        assert [one.get("left") for one in backwards] == [{"0": [1, 1]}, None]
+    assert [one.get("rescaled") for one in first] == [None, {"0": [0]}]  # a bias of two elements cannot tell
+    assert [one.get("rescaled") for one in second] == [None, None]
+    old = read_folder(traced)
+    for backward in (one for line in old[0].steps for one in line["backwards"]):
+        for name in ("held", "left", "rescaled"):
+            backward.pop(name, None)
+    assert compare(read_folder(traced), old) is compare(old, read_folder(traced)) is None
+
+
+def test_sparse_gradients_are_looked_at_only_for_none(traced):
+    model = dpfuse.DataParallel(nn.Embedding(9, 3, sparse=True))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for sync in (False, True):
+        with nullcontext() if sync else model.no_sync():
+            model(torch.tensor([1, 4])).sum().backward()
+    optimizer.step()
+    (line,) = read_folder(traced)[0].steps
+    assert [one["held"] for one in line["backwards"]] == [{"0": []}, {"0": [1]}]
+    assert [one.get("rescaled") for one in line["backwards"]] == [None, None]
 
 
 def test_copies_and_pickles_of_a_traced_wrapper_are_not_traced(traced):

@@ -8,8 +8,9 @@ from typing import Any
 
 from dpfuse.commands.doctor.runs import Run
 from dpfuse.commands.doctor.speed import WORTH, Link
+from dpfuse.commands.doctor.windows import changed_gradients, lost_batches, name_list, unaveraged_step
 from dpfuse.findings import ALONE as ALONE_CODE
-from dpfuse.findings import EACH_AVERAGED, SAME_BATCHES, WEIGHTS
+from dpfuse.findings import CHANGED_IN_WINDOW, CUT_WINDOW, EACH_AVERAGED, SAME_BATCHES, SAME_ORDER, WEIGHTS
 from dpfuse.trace.trace_file import MODULE_BUFFERS
 
 __all__ = ["Finding", "findings_of", "remarks_of"]
@@ -18,7 +19,8 @@ DIFFER, SAME, ALONE = "the weights of the ranks differ", "the same batches on ev
 LEFT_OUT, BUFFERS = "a rank leaves out steps", "buffers differ between ranks"
 CHECKED = {DIFFER: WEIGHTS, SAME: SAME_BATCHES}  # dpfuse's own checks find these, too, and say more
 LOGGED = {ALONE_CODE: ALONE}  # what dpfuse logs only, and here is wrong
-SHOWN = 3  # names of a list
+SHOWN = 3  # ranks of a list
+PASSES = 3  # over a sampler that shuffles, after which its epoch was to be set
 
 
 @dataclass(frozen=True)
@@ -55,16 +57,18 @@ def findings_of(runs: Sequence[Run]) -> tuple[Finding, ...]:
 
 
 def remarks_of(runs: Sequence[Run], link: Link | None) -> tuple[Finding, ...]:
-    """Return what may be meant so: what costs time, and buffers that each rank keeps.
+    """Return what may be meant so: what windows and samplers show, what costs time, buffers that each rank keeps.
 
     Args:
         runs: all of the doctor's.
         link: how gradients travel; None where it was not measured.
     """
     logged = [(run, finding) for run in runs for finding in _noted(run, "log") if finding.code not in LOGGED]
-    logged += [(run, finding) for run in runs for finding in _own_buffers(run)]
+    shown = [
+        (run, finding) for run in runs for kind in (_in_windows, _same_order, _own_buffers) for finding in kind(run)
+    ]
     counted = [(run, finding) for run in runs for finding in _each_averaged(run, link)]
-    return _once([*logged, *counted])
+    return _once([*logged, *shown, *counted])
 
 
 def _once(found: Sequence[tuple[Run, Finding]]) -> tuple[Finding, ...]:
@@ -121,7 +125,7 @@ def _traced(run: Run) -> Iterator[Finding]:
         unused = _never_used(run, model)
         if unused:
             text = (
-                f"{_names(unused)} of model {model['number']} ({model['class']}) got no gradient on any rank in "
+                f"{name_list(unused)} of model {model['number']} ({model['class']}) got no gradient on any rank in "
                 f"{run.steps} steps; freeze them, or use them in the loss"
             )
             yield Finding("", "unused parameters", text, ())
@@ -131,7 +135,7 @@ def _traced(run: Run) -> Iterator[Finding]:
     if parting is not None:
         step, names = parting
         text = (
-            f"after step {step} the ranks hold different weights{f' in {_names(names)}' if names else ''}, expected "
+            f"after step {step} the ranks hold different weights{f' in {name_list(names)}' if names else ''}, expected "
             "equal ones, since their averaged gradients are equal; is each wrapped, trained by the same optimizer, and "
             "loaded on every rank?"
         )
@@ -145,24 +149,26 @@ def _traced(run: Run) -> Iterator[Finding]:
 
 
 def _parting(run: Run) -> tuple[int, list[str]] | None:
-    """Return the first step behind which weights differ that all ranks have stepped by the same averaged gradients.
+    """Return the first step after which weights differ that all ranks have stepped by the same averaged gradients.
 
-    Ranks may well train apart for a while: inside of `no_sync()`, or with a hook that averages over some of them.
+    Ranks may well train apart for a while: inside of `no_sync()`, or with a hook that averages over some of them. Their
+    weights then differ before such a step, too.
 
     Returns:
         The step, and the names of the parameters, as far as they were hashed one by one.
     """
     first = run.traces[0]
+    apart: dict[int, bool] = {}  # by optimizer: whether the weights differ since its last step
     for step in range(run.steps):
         lines = [trace.steps[step] for trace in run.traces.values()]
         names = first.optimizers[lines[0]["optimizer"]]["names"]
         if any(trace.optimizers[trace.steps[step]["optimizer"]]["names"] != names for trace in run.traces.values()):
             continue  # each rank steps its own part
         averages = [_averages(line) for line in lines]
-        if not averages[0] or any(one != averages[0] for one in averages):
-            continue
         name = "parameters" if "parameters" in lines[0] else "all_parameters"
-        if len({line[name] for line in lines}) > 1:
+        was_apart = apart.get(lines[0]["optimizer"], False)
+        apart[lines[0]["optimizer"]] = differ = len({line[name] for line in lines}) > 1
+        if differ and not was_apart and averages[0] and all(one == averages[0] for one in averages):
             return step, [
                 one
                 for index, one in enumerate(names)
@@ -210,6 +216,33 @@ def _each_averaged(run: Run, link: Link | None) -> Iterator[Finding]:
                 yield Finding(EACH_AVERAGED, "each backward is averaged", text, ())
 
 
+def _in_windows(run: Run) -> Iterator[Finding]:
+    """Yield what is odd about the backwards before a step."""
+    looks = (
+        (CUT_WINDOW, "a step on gradients that are not averaged", unaveraged_step),
+        (CUT_WINDOW, "batches that teach nothing", lost_batches),
+        (CHANGED_IN_WINDOW, "gradients are changed inside a window", changed_gradients),
+    )
+    for code, title, look in looks:
+        text = look(run.traces) if run.traces else None
+        if text is not None:
+            yield Finding(code, title, text, ())
+
+
+def _same_order(run: Run) -> Iterator[Finding]:
+    """Yield that a sampler that shuffles gives the same order in each pass over its data."""
+    samplers = [one for facts in run.facts.values() for one in facts["samplers"]]
+    repeated = [one["epochs"] for one in samplers if not one["set"] and len(set(one["epochs"])) == 1]
+    count = max(map(len, repeated), default=0)
+    if count >= PASSES:
+        text = (
+            f"the training made {count} passes over a DistributedSampler with shuffle=True, and set_epoch() was never "
+            "called. The order depends on the epoch, so each pass has the same. Expected another order in each: call "
+            "sampler.set_epoch(epoch) before each pass."
+        )
+        yield Finding(SAME_ORDER, "the same order in each epoch", text, ())
+
+
 def _own_buffers(run: Run) -> Iterator[Finding]:
     """Yield that buffers differ between ranks behind each average: dpfuse has not sent them."""
     for model in run.traces[0].models if run.traces else []:
@@ -226,9 +259,9 @@ def _own_buffers(run: Run) -> Iterator[Finding]:
         ]
         if apart:
             text = (
-                f"{_names(apart)} of model {number} ({model['class']}) differ between ranks behind each average, so a "
-                "checkpoint holds those of the rank that saves it. Leave out broadcast_buffers=False to have rank 0's "
-                "on all, or let torch.nn.SyncBatchNorm average statistics."
+                f"{name_list(apart)} of model {number} ({model['class']}) differ between ranks after each average, so "
+                "a checkpoint holds those of the rank that saves it. Leave out broadcast_buffers=False to have rank "
+                "0's on all, or let torch.nn.SyncBatchNorm average statistics."
             )
             yield Finding("", BUFFERS, text, ())
 
@@ -265,8 +298,3 @@ def _same_batches(run: Run) -> bool:
         seen.update(rows[0])
         count += len(rows[0])
     return count > 1 and len(seen) > 1
-
-
-def _names(names: Sequence[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more

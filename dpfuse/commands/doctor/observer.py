@@ -19,17 +19,18 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import wraps
 from pathlib import Path
-from typing import Any, cast
-from weakref import WeakKeyDictionary
+from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import Optimizer
+from torch.utils.data import DataLoader, DistributedSampler
 
 from dpfuse.ddp.distributed_data_parallel import DistributedDataParallel
 from dpfuse.ddp.patch import TORCH_INTERNAL, Patch
@@ -40,7 +41,6 @@ from dpfuse.engine.user_line import INSIDE
 from dpfuse.errors import DPFuseError
 from dpfuse.findings import LOOP
 from dpfuse.measure.communication_times import CommunicationTimes
-from dpfuse.model.options import CommonOptions, filled
 from dpfuse.trace.attachment import start_tracer
 from dpfuse.trace.tracer import Tracer
 from dpfuse.tune import Tuning, autotune
@@ -59,6 +59,8 @@ NO_STATE = (*(os.path.join(os.path.realpath(path), "") for path in INSIDE if os.
 CODE = re.compile(r"DPF-\w+")  # with which a message begins
 RECORDED = 5  # backwards that the tuner records with each plan
 TORCH_CLASS: Any = nn.parallel.DistributedDataParallel  # whose constructor is replaced
+LOADER: Any = DataLoader
+SAMPLER: Any = DistributedSampler
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,9 @@ class _Observer:
         self._times: list[CommunicationTimes] = []
         self._tunings: list[Tuning] = []
         self._said: dict[tuple[str, str], dict[str, str]] = {}
+        self._samplers: list[_Sampler] = []
+        self._passes: WeakKeyDictionary[Any, _Pass] = WeakKeyDictionary()  # by the iterator of a loader
+        self._fed: _Pass | None = None  # the pass of the last batch
         self._read: dict[str, None] = {}
         self._written: set[str] = set()
         self._process = os.getpid()
@@ -127,10 +132,10 @@ class _Observer:
         self._hear_exceptions()
         sys.addaudithook(self._hear_files)
         if LOADER_ITERATOR is not None:
-            self._time_loaders(LOADER_ITERATOR)
+            self._watch_loaders(LOADER_ITERATOR)
         self._watch_torch()
         if order.wrapper in ("dpfuse", "tuned"):
-            Patch(_checks_that_warn(), made=self._made)  # classes that derive from torch's come to torch's constructor
+            Patch({}, made=self._made)  # classes that derive from torch's come to torch's constructor
         call_after_steps(self)
         if order.own_ranks:
             threading.Thread(target=self._end_behind_the_ranks, daemon=True).start()
@@ -213,6 +218,8 @@ class _Observer:
 
     def _after_step(self, steps: int) -> None:
         self._moves()
+        if self._fed is not None:
+            self._fed.step()
         if steps == self._order.deep and not self._times and self._order.wrapper == "dpfuse":
             for wrapper in self._wrappers:
                 times = CommunicationTimes()
@@ -270,6 +277,7 @@ class _Observer:
                                "seconds": one.seconds, "exposed": one.exposed} for one in self._times],
             "tunings": [_facts_of(tuning) for tuning in self._tunings],
             "findings": list(self._said.values()),
+            "samplers": [{"epochs": one.epochs, "set": one.is_set} for one in self._samplers],
             "read": list(self._read),
             "unused": {} if self._tracer is None else self._tracer.unused(),
             "replaceable": self._replaceable,
@@ -329,17 +337,77 @@ class _Observer:
         elif path not in self._written and not path.startswith(NO_STATE):
             self._read.setdefault(path)
 
-    def _time_loaders(self, iterator: Any) -> None:
-        plain = iterator.__next__
+    def _watch_loaders(self, kind: Any) -> None:
+        """Time what the iterators of loaders do, of this class, and count the passes over samplers that shuffle."""
+        plain_next, plain_iter, plain_set = kind.__next__, LOADER.__iter__, SAMPLER.set_epoch
 
-        @wraps(plain)
-        def timed(loader: Any) -> Any:
+        @wraps(plain_next)
+        def timed(iterator: Any) -> Any:
             if self._tracer is None:
-                return plain(loader)
+                return plain_next(iterator)
             with self._tracer.phases.inside("loader"):
-                return plain(loader)
+                batch = plain_next(iterator)
+            self._fed = self._passes.get(iterator)
+            return batch
 
-        iterator.__next__ = timed
+        @wraps(plain_iter)
+        def begun(loader: Any) -> Any:
+            iterator = plain_iter(loader)  # the same one in each pass where workers are persistent
+            for sampler in (getattr(loader, "sampler", None), getattr(loader.batch_sampler, "sampler", None)):
+                if isinstance(sampler, SAMPLER) and sampler.shuffle and sampler.num_replicas > 1:
+                    self._passes[iterator] = _Pass(self._known(sampler), sampler.epoch)
+            return iterator
+
+        @wraps(plain_set)
+        def set_epoch(sampler: Any, epoch: int) -> None:
+            self._known(sampler).is_set = True
+            plain_set(sampler, epoch)
+
+        kind.__next__, LOADER.__iter__, SAMPLER.set_epoch = timed, begun, set_epoch
+
+    def _known(self, sampler: Any) -> _Sampler:
+        for one in self._samplers:
+            if one.sampler() is sampler:
+                return one
+        self._samplers.append(_Sampler(ref(sampler)))
+        return self._samplers[-1]
+
+
+@dataclass
+class _Sampler:
+    """How a sampler is used.
+
+    Args:
+        sampler: torch's.
+        is_set: whether its `set_epoch` was called.
+        epochs: that it had in passes from which the training got its batches.
+    """
+
+    sampler: ref[Any]
+    is_set: bool = False
+    epochs: list[int] = field(default_factory=list)
+
+
+@dataclass
+class _Pass:
+    """One pass over a sampler.
+
+    Args:
+        sampler: is told of the pass once it counts.
+        epoch: that the sampler has.
+        steps: that came directly after one of its batches. The second one counts the pass. One may have its batch from
+            before: a program may fetch the next batch of its training, and then validate.
+    """
+
+    sampler: _Sampler
+    epoch: int
+    steps: int = 0
+
+    def step(self) -> None:
+        """Count a step."""
+        self.steps += 1
+        if self.steps == 2:
+            self.sampler.epochs.append(self.epoch)
 
 
 class _Notes(logging.Handler):
@@ -372,12 +440,6 @@ def _caller() -> str:
     if frame.f_globals.get("__name__") == Patch.__module__ and frame.f_back is not None:
         frame = frame.f_back
     return str(frame.f_globals.get("__name__", ""))
-
-
-def _checks_that_warn() -> CommonOptions:
-    """Return the options whose default is to raise, set to "warn": the doctor wants to hear all that is wrong."""
-    defaults: dict[str, Any] = dict(filled({}, DistributedDataParallel))
-    return cast(CommonOptions, {name: "warn" for name, value in defaults.items() if value == "raise"})
 
 
 def _an_eighth_of(module: nn.Module) -> float:

@@ -59,6 +59,7 @@ LOOPS = {
     "whole_training_in_no_sync": "DPF-L02",
     "forward_in_no_sync_and_backward_behind_it": "DPF-L02",
     "last_batches_of_an_epoch_are_not_averaged": "DPF-L03",
+    "last_batches_of_an_epoch_are_zeroed": "DPF-L03",
     "optimizer_of_the_head_alone": "DPF-L04",
     "loader_without_a_distributed_sampler": "DPF-L05",
     "clipping_after_each_batch": "DPF-L06",
@@ -105,7 +106,9 @@ RIGHT = (
     "ema_and_evaluation", "one_batch_overfitted_on_purpose", "average_by_hand", "local_sgd_by_hand",
     "post_local_sgd_of_torch", "states_of_the_optimizer_on_one_rank_each", "ranks_with_fewer_batches",
     "parameters_that_are_seldom_used", "backbone_frozen_in_the_beginning",
-    "batch_normalization_dropout_and_a_schedule", "sampler_with_its_epoch", "sparse_embedding",
+    "batch_normalization_dropout_and_a_schedule", "sampler_with_its_epoch",
+    "samplers_in_order_and_of_a_validation", "last_batches_of_an_epoch_are_averaged",
+    "gradients_masked_after_each_batch", "sparse_embedding",
     "state_of_a_recurrent_net", "closures",
 )  # fmt: skip
 

@@ -16,7 +16,16 @@ def run_of(folder: Path, number: int, wrapper: str, **facts: Any) -> Run:
 
 def plain_facts(**facts: Any) -> dict[str, Any]:
     made = {"replaceable": 1, "derived": [], "unwrapped": 0}
-    return {"communication": [], "tunings": [], "findings": [], "read": [], "unused": {}, **made, **facts}
+    return {
+        "communication": [],
+        "tunings": [],
+        "findings": [],
+        "samplers": [],
+        "read": [],
+        "unused": {},
+        **made,
+        **facts,
+    }
 
 
 def timed(
@@ -41,3 +50,36 @@ def timed(
         model = {"number": 0, "class": "Net", "names": []}
         traces[rank] = RankTrace(settings, [model], [{"names": []}], [dict(line) for _ in range(steps)])
     return Run(number, wrapper, 0, 1.0, Path("log.txt"), traces, {"0": plain_facts()})
+
+
+NAMES = ["weight", "bias"]
+
+
+def window(text, weights=("1", "1"), **fields):
+    """A step of each rank: "l" and "a" for local and averaged backwards, "0" before one that finds zeros; weights."""
+    lines = []
+    for each in weights:
+        backwards: list[dict[str, Any]] = []
+        empty = True
+        for letter in text:
+            if letter == "0":
+                empty = True
+                continue
+            end = {"left": {"0": [1]}} if letter == "l" else {"all_averaged": {"0": "x" * 8}}
+            backwards.append({"held": {"0": [0 if empty else 1]}, **end})
+            empty = False
+        lines.append({"optimizer": 0, "backwards": backwards, "forwards": [], "all_parameters": each, **fields})
+    return lines
+
+
+def traces_of(*windows):
+    """The traces of two ranks. Each batch has inputs of its own."""
+    traces = {}
+    for rank, steps in enumerate(zip(*windows, strict=True)):
+        count = 0
+        for line in steps:
+            line["forwards"] = [{"model": 0, "inputs": f"{rank} {count + n}"} for n in range(len(line["backwards"]))]
+            count += len(line["backwards"])
+        model = {"number": 0, "class": "Net", "names": NAMES}
+        traces[rank] = RankTrace({"ranks": 2}, [model], [{"class": "SGD", "names": NAMES}], list(steps))
+    return traces

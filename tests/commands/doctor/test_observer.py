@@ -34,14 +34,15 @@ for step in range(12):
     {inside}
 print("behind the loop")
 """
+NO_PASS = {"epochs": [], "set": False}
 GROUP = 'dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)'
 
 
 def observed(
-    folder: Path, wrapper: str, model: str, before: str = GROUP, inside: str = "pass", warm: bool = True
+    folder: Path, wrapper: str, model: str, before: str = GROUP, inside: str = "pass", warm: bool = True, steps: int = 5
 ) -> SimpleNamespace:
     """Run a program of one rank as the doctor does, for five steps."""
-    variables = startup_variables(OBSERVER, clean_environment()) | Order(str(folder), wrapper, 5, 2).variables()
+    variables = startup_variables(OBSERVER, clean_environment()) | Order(str(folder), wrapper, steps, 2).variables()
     code = PROGRAM.format(model=model, before=before, inside=inside)
     done = run("-c", code, warm=warm, WARM_STARTUP="1", **variables)
     files = {path.name for path in folder.iterdir()}
@@ -101,6 +102,54 @@ def test_files_that_are_read_are_told_without_links(tmp_path):
     found = observed(tmp_path / "facts", "torch", "net", before=reading)
     assert str(tmp_path / "devel" / "last.pt") in found.facts["read"], found.error
     assert not {str(tmp_path / "devel" / "mine"), *paths} & {*found.facts["read"]}
+
+
+SAMPLED = """
+from torch.utils.data import DataLoader, DistributedSampler
+
+class Own(DistributedSampler):
+    def __iter__(self):
+        return iter([*super().__iter__()])
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch + 1
+
+def sampler(kind=DistributedSampler, **options):
+    return kind(range(8), num_replicas=2, rank=0, **options)
+
+def train(sampler, validation=None, workers=0, epochs=4):
+    net = torch.nn.Linear(1, 1)
+    model, optimizer = DistributedDataParallel(net), torch.optim.SGD(net.parameters(), lr=0.1)
+    made = dict(batch_size=2, num_workers=workers, persistent_workers=bool(workers))
+    loader = DataLoader(sampler.dataset, sampler=sampler, **made)
+    for epoch in range(epochs):
+        {epoch}
+        for x in loader:
+            model(x[:, None].float()).sum().backward()
+            optimizer.step()
+            for other in DataLoader(range(8), sampler=validation) if validation is not None else ():
+                pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("training", "epoch", "found"),
+    [
+        ("train(sampler())", "pass", [{"epochs": [0, 0, 0, 0], "set": False}]),
+        pytest.param(
+            "train(sampler(), workers=1)", "pass", [{"epochs": [0, 0, 0, 0], "set": False}], marks=pytest.mark.slow
+        ),
+        ("train(sampler(Own))", "pass", [{"epochs": [0, 0, 0, 0], "set": False}]),
+        ("train(sampler(), sampler())", "sampler.set_epoch(7)", [{"epochs": [7] * 4, "set": True}, NO_PASS]),
+        ("train(sampler(Own))", "sampler.set_epoch(epoch)", [{"epochs": [1, 2, 3, 4], "set": False}]),
+        ("train(sampler(shuffle=False))", "pass", []),
+    ],
+    ids=["never set", "by a worker", "an own class", "beside a validation", "set by its own method", "in order"],
+)
+def test_passes_of_the_training_over_samplers_are_counted(training, epoch, found, tmp_path):
+    before = f"{GROUP}\n{SAMPLED.format(epoch=epoch)}\n{training}"
+    got = observed(tmp_path, "torch", "net", before=before, steps=8)
+    assert got.facts["samplers"] == found, got.error
 
 
 SPAWNS = """

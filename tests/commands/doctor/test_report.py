@@ -23,7 +23,7 @@ from dpfuse.commands.doctor.speed import Link, measure
 from dpfuse.commands.doctor.summary import summary
 from dpfuse.commands.machine import machine_facts, software_versions
 from dpfuse.trace.comparison import Difference
-from tests.commands.doctor.made import plain_facts, run_of, timed
+from tests.commands.doctor.made import plain_facts, run_of, timed, traces_of, window
 from tests.trace.training import train
 
 EQUAL = Numbers("equal", "The same bits.", 12)
@@ -217,7 +217,10 @@ def traced(*ranks, count=1, unused=()):
         trace.models[0]["names"] = ["weight"]
         for line, (averaged, weights) in zip(trace.steps, rows, strict=True):
             of_model = {"0": averaged}
-            line |= {"backwards": [{"averaged": of_model}] * count if averaged else [{}], "parameters": weights}
+            line |= {
+                "backwards": [{"averaged": of_model, "held": {"0": [1]}}] * count if averaged else [{}],
+                "parameters": weights,
+            }
     run.facts = {str(rank): plain_facts(unused={"0": list(unused)}) for rank in range(len(ranks))}
     return run
 
@@ -233,6 +236,8 @@ def test_weights_that_part_behind_the_same_average_are_named_and_no_local_steps(
     assert "after step 1 the ranks hold different weights in weight" in found.text
     local = [("", weights) for _, weights in EQUAL_STEPS]
     assert findings_of([traced(local, [("", "9" * 8)] * 3)]) == ()
+    begun = [local[0], *EQUAL_STEPS[1:]]  # they part in a local step, and train on with averages
+    assert findings_of([traced(begun, [("", "9" * 8), ("b" * 8, "8" * 8), ("c" * 8, "7" * 8)])]) == ()
 
 
 def test_a_rank_that_leaves_out_steps_is_named():
@@ -275,6 +280,41 @@ def test_what_dpfuse_logs_is_a_remark_and_a_group_of_one_rank_is_wrong():
     assert [one.code for one in remarks_of([run], None)] == ["DPF-L03"]
     text = summary(report(remarks=remarks_of([run], None)))
     assert "what is wrong?   nothing was found\nmay be meant so  DPF-L03: rank 0" in text
+
+
+def test_what_windows_show_is_a_remark_with_its_code():
+    steps = [window("l0lla") if number % 5 == 4 else window("lla") for number in range(20)]
+    for line in [*steps[10], *steps[11]]:
+        line["parameters"] = line.pop("all_parameters")
+        line["backwards"][1] |= {"rescaled": {"0": [1]}, "local": {"0": "f" * 16}}
+    run = timed(1, "torch")
+    run.traces = traces_of(*steps)
+    assert findings_of([run]) == ()
+    assert [(one.code, one.where) for one in remarks_of([run], None)] == [
+        ("DPF-L03", ("run 1, torch DDP",)),
+        ("DPF-L06", ("run 1, torch DDP",)),
+    ]
+    run.traces = traces_of(*[window("la") for _ in range(8)], window("l", ("1", "2")), window("la", ("1", "2")))
+    assert "DPF-L03" in [one.code for one in remarks_of([run], None)]
+
+
+@pytest.mark.parametrize(
+    ("sampler", "told"),
+    [
+        ({"epochs": [0, 0, 0], "set": False}, True),
+        ({"epochs": [0, 0], "set": False}, False),
+        ({"epochs": [0, 0, 0], "set": True}, False),
+        ({"epochs": [0, 1, 2], "set": False}, False),  # the program has set the attribute
+        ({"epochs": [], "set": False}, False),
+    ],
+)
+def test_a_sampler_whose_epoch_is_never_set_in_three_passes_is_a_remark(sampler, told):
+    run = timed(1, "torch")
+    run.facts["0"] = plain_facts(samplers=[{"epochs": [], "set": False}, sampler])
+    found = remarks_of([run], None)
+    assert [one.code for one in found] == ["DPF-L11"] * told
+    if told:
+        assert "the training made 3 passes over a DistributedSampler with shuffle=True" in found[0].text
 
 
 @pytest.mark.parametrize(("count", "exposed", "told"), [(4, 0.01, True), (4, 0.0001, False), (1, 0.01, False)])

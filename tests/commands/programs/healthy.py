@@ -260,6 +260,49 @@ def sampler_with_its_epoch(rank, size):
 
 
 @program
+def samplers_in_order_and_of_a_validation(rank, size):
+    """The order of a validation is of no consequence, so its sampler needs no epoch."""
+    model, optimizer = trained()
+    data = TensorDataset(*(torch.randn(24 * size, width, generator=seeded(0)) for width in (4, 3)))
+    in_order, validation = (DistributedSampler(data, size, rank, shuffle=shuffle) for shuffle in (False, True))
+    for _ in range(100):
+        for x, y in DataLoader(data, batch_size=4, sampler=in_order):
+            optimizer.zero_grad()
+            loss_of(model(x), y).backward()
+            optimizer.step()
+        with torch.no_grad():
+            for x, _ in DataLoader(data, batch_size=4, sampler=validation):
+                model(x)
+
+
+@program
+def last_batches_of_an_epoch_are_averaged(rank, size):
+    model, optimizer = trained()
+    for epoch in range(100):
+        for index, (x, y) in enumerate(batches(19, number=epoch)):
+            last = index % 2 == 1 or index == 18
+            with nullcontext() if last else model.no_sync():
+                loss_of(model(x), y).backward()
+            if last:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+@program
+def gradients_masked_after_each_batch(rank, size):
+    """Some rows are not to be trained."""
+    model, optimizer = trained()
+    for index, (x, y) in enumerate(batches()):
+        with model.no_sync() if index % 3 != 2 else nullcontext():
+            loss_of(model(x), y).backward()
+        model.module[0].weight.grad[2:] = 0
+        if index % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@program
 def sparse_embedding(rank, size):
     torch.manual_seed(1)
     model, optimizer = trained(model=nn.Sequential(nn.Embedding(50, 4, sparse=True), nn.Linear(4, 3)))

@@ -73,6 +73,19 @@ def last_batches_of_an_epoch_are_not_averaged(rank, size):
 
 
 @program
+def last_batches_of_an_epoch_are_zeroed(rank, size):
+    model, optimizer = trained()
+    for epoch in range(100):
+        optimizer.zero_grad()
+        for index, (x, y) in enumerate(batches(19, number=epoch)):
+            with model.no_sync() if index % 2 == 0 else nullcontext():
+                loss_of(model(x), y).backward()
+            if index % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+@program
 def optimizer_of_the_head_alone(rank, size):
     model = DistributedDataParallel(net())
     optimizer = torch.optim.Adam(model.module[2].parameters())
