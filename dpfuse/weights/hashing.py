@@ -12,7 +12,7 @@ from torch import Tensor
 from dpfuse.engine.comm_buffer import dense_stride
 from dpfuse.engine.torch_private import no_graph
 from dpfuse.weights.host_hash import folded, hash_of_memory, joined_hash_of
-from dpfuse.weights.pieces import slices_of
+from dpfuse.weights.schedule import slices_of
 from dpfuse_kernels import BitHashTable, Piece, bit_hash
 from dpfuse_kernels.bit_hash import BITS, write_bits
 

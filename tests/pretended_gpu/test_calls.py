@@ -161,7 +161,7 @@ def test_the_private_gradients_of_a_bucket_with_large_ones_are_one_call():
 
 
 def test_the_default_checks_let_the_host_wait_for_nothing_and_launch_one_kernel_more(monkeypatch):
-    monkeypatch.setattr("dpfuse.weights.pieces.CALL", 1 << 20)  # so that each step hashes something
+    monkeypatch.setattr("dpfuse.weights.schedule.CALL", 1 << 20)  # so that each step hashes something
     found, kept = {}, []  # what is kept leaves the memory of the next model alone
     for level in ("off", "raise"):
         kept.append(steps(Way(wrapped(check_training=level), partial(chain, 300)), 5 * SETTLED))
