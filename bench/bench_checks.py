@@ -34,7 +34,7 @@ from bench.rank_group import on_ranks
 from bench.step_time import Effort, StepTimes
 from dpfuse.comm.waiting import Track
 from dpfuse.engine.report import ALL_WELL, Outcome, Reading, Report
-from dpfuse.engine.window import Window
+from dpfuse.engine.sync_decision import Window
 from dpfuse.model.signature import ModelSignature
 
 __all__ = ["WRAPS", "five_ms", "time_checks", "time_in_turns", "without_checks"]

@@ -25,10 +25,10 @@ from dpfuse.engine.ready import ReadyHook, ReadyList
 from dpfuse.engine.report import ALL_WELL, Outcome, Reading, Report
 from dpfuse.engine.report_layout import Question, ReportLayout
 from dpfuse.engine.send_order import SendOrder
+from dpfuse.engine.sync_decision import Window
 from dpfuse.engine.torch_private import leave_untraced, profiler_runs
 from dpfuse.engine.unused import UnusedParameters
 from dpfuse.engine.user_line import warn_at_user
-from dpfuse.engine.window import Window
 from dpfuse.errors import DPFuseError
 
 __all__ = ["Reducer", "Wiring"]

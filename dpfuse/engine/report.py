@@ -20,7 +20,7 @@ from torch import Tensor
 from dpfuse.comm import collective
 from dpfuse.engine.report_layout import Question, ReportLayout, ReportPlace
 from dpfuse.engine.streams import HostCopy, capturing
-from dpfuse.engine.window import Window
+from dpfuse.engine.sync_decision import Window
 from dpfuse_kernels.spoil import any_pair
 
 __all__ = ["ALL_WELL", "Compared", "Outcome", "Reading", "Report"]

@@ -30,7 +30,7 @@ from dpfuse.engine.report_layout import Field, Question, ReportLayout
 from dpfuse.engine.send_order import SendOrder
 from dpfuse.engine.settings import SyncSettings
 from dpfuse.engine.spoiler import spoiler_of
-from dpfuse.engine.window import Window
+from dpfuse.engine.sync_decision import Window
 from dpfuse.errors import DPFuseError
 
 __all__ = ["GradSync"]

@@ -18,7 +18,7 @@ from dpfuse.engine.plan import Bucket
 from dpfuse.engine.protocols import PackArguments, PackStep
 from dpfuse.engine.report import Report
 from dpfuse.engine.report_layout import Field, ReportPlace
-from dpfuse.engine.window import Window
+from dpfuse.engine.sync_decision import Window
 from dpfuse.errors import DPFuseError
 from dpfuse.exclusions import refuse
 from dpfuse.gradients.loss_scaling import LossScale

@@ -16,7 +16,7 @@ from dpfuse.engine import messages
 from dpfuse.engine.report import Report
 from dpfuse.engine.report_layout import ReportLayout, ReportPlace
 from dpfuse.engine.streams import HostCopy, capturing
-from dpfuse.engine.window import Window
+from dpfuse.engine.sync_decision import Window
 from dpfuse.errors import DPFuseError
 
 __all__ = ["REDUCTIONS", "GradientWeight"]

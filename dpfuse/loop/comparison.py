@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from dpfuse.engine.report import Report
 from dpfuse.engine.report_layout import ReportPlace
 from dpfuse.engine.streams import capturing
+from dpfuse.loop.facts import LoopFacts
 from dpfuse.loop.input_hash import InputHash
-from dpfuse.loop.model import Model
 from dpfuse.loop.own_gradient import OwnGradient
 from dpfuse.loop.rank_words import RankWords, Word
 from dpfuse.loop.same_batches import SameBatches
@@ -30,7 +30,7 @@ class RankComparison:
 
     Args:
         module: that is wrapped.
-        model: whose gradients are averaged.
+        facts: of the model whose gradients are averaged.
         device: of the parameters, such as "cpu".
         size: number of ranks.
         place: of what the ranks tell each other, in the report.
@@ -41,14 +41,14 @@ class RankComparison:
         heard: whether a rule has heard something since the last step.
     """
 
-    def __init__(self, module: nn.Module, model: Model, device: str, size: int, place: ReportPlace) -> None:
-        self._model = model
+    def __init__(self, module: nn.Module, facts: LoopFacts, device: str, size: int, place: ReportPlace) -> None:
+        self._facts = facts
         self._words = RankWords(place, size)
         self._inputs = InputHash()
         self.own = OwnGradient(module)
-        self._batches = SameBatches(model, self.own)
-        self._modes = SameModes(module, device, model)
-        self._rates = SameRates(model)
+        self._batches = SameBatches(facts, self.own)
+        self._modes = SameModes(module, device, facts)
+        self._rates = SameRates(facts)
         self.waits = self.heard = False
 
     def compare_batches(self) -> None:
@@ -95,5 +95,5 @@ class RankComparison:
             self.heard = False
             for rule in (self._batches, self._modes, self._rates):
                 rule.tell()
-        if self._model.due:
+        if self._facts.due:
             self._rates.before_step(optimizer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch.optim import Optimizer
 
 from dpfuse.findings import NOTHING_AVERAGED, findings
-from dpfuse.loop.model import Model
+from dpfuse.loop.facts import LoopFacts
 from dpfuse.loop.watched_gradient import WatchedGradient
 
 __all__ = ["LocalSteps"]
@@ -21,18 +21,18 @@ class LocalSteps:
 
     Args:
         watched: a gradient of the optimizer.
-        model: whose gradients are averaged.
+        facts: of the model whose gradients are averaged.
     """
 
-    def __init__(self, watched: WatchedGradient, model: Model) -> None:
+    def __init__(self, watched: WatchedGradient, facts: LoopFacts) -> None:
         self._watched = watched
-        self._model = model
-        self._before = model.averages, model.others  # at the last step
+        self._facts = facts
+        self._before = facts.averages, facts.others  # at the last step
         self._steps = 0
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Count this step, and say what was found."""
-        means, others = self._model.averages, self._model.others
+        means, others = self._facts.averages, self._facts.others
         if means != self._before[0]:
             self._steps = 0
         elif others != self._before[1] and self._watched.locals:
@@ -42,7 +42,7 @@ class LocalSteps:
         self._before = means, others
 
     def _say(self, optimizer: str) -> None:
-        rank = self._model.rank
+        rank = self._facts.rank
         findings.note(
             NOTHING_AVERAGED,
             rank,

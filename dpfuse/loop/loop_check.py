@@ -21,7 +21,7 @@ from dpfuse.engine.streams import capturing
 from dpfuse.errors import DPFuseError, LoopWarning
 from dpfuse.findings import Level, findings
 from dpfuse.loop.comparison import RankComparison
-from dpfuse.loop.model import Model
+from dpfuse.loop.facts import LoopFacts
 from dpfuse.loop.never_stepped import NeverStepped
 from dpfuse.loop.optimizer_rules import OptimizerRules, best_of
 from dpfuse.loop.rank_words import WIDTHS, is_due, next_change
@@ -75,7 +75,7 @@ class LoopCheck(Feature):
         self._until = 0  # how many averages there are when the words no longer travel that a rank has asked for
         self._suspect = suspect
         self._level: Level = level
-        self._model: Model | None = None  # known in the first backward, as is what follows
+        self._facts: LoopFacts | None = None  # known in the first backward, as is what follows
         self._comparison: RankComparison | None = None
         self._watched: list[WatchedGradient] = []
         self._spares: list[WatchedGradient] = []
@@ -107,17 +107,17 @@ class LoopCheck(Feature):
 
     def _look_at_rest(self) -> None:
         """Look from now on for parameters that no optimizer steps on."""
-        if self._model is not None:
-            self._never_stepped = NeverStepped(self._model)
+        if self._facts is not None:
+            self._never_stepped = NeverStepped(self._facts)
 
     def forward_begins(self, inputs: Inputs) -> None:
         """As `Watcher.forward_begins`. Ask all ranks to compare their modes if that of this one was switched."""
-        model, trains = self._model, self._module.training
+        facts, trains = self._facts, self._module.training
         if trains is not self._trains:
             switched, self._trains = self._trains is not None, trains
-            if switched and model is not None:
-                self._modes.ask(model.averages)
-        if model is None or not model.due or self._comparison is None:
+            if switched and facts is not None:
+                self._modes.ask(facts.averages)
+        if facts is None or not facts.due or self._comparison is None:
             return
         try:
             self._comparison.forward_begins(inputs)
@@ -127,8 +127,8 @@ class LoopCheck(Feature):
     def _compare_soon(self, asked: _Suspicion, count: int = SOON) -> None:
         """Have words travel in the next averages. A rank has asked, and every rank has heard of it in this backward."""
         asked.question.asks = False
-        if self._model is not None:
-            averages = self._model.averages + 1
+        if self._facts is not None:
+            averages = self._facts.averages + 1
             self._until, self._next_change = max(self._until, averages + count), averages
             asked.rest(averages)
 
@@ -145,12 +145,12 @@ class LoopCheck(Feature):
     def tell(self, report: Report, packed: Tensor, bucket: Bucket) -> None:
         """Write into the report, as it is packed behind this bucket, what the ranks are to have in common."""
         try:
-            model = self._model
-            if model is None or self._engine.without_inputs or self._comparison is None:
+            facts = self._facts
+            if facts is None or self._engine.without_inputs or self._comparison is None:
                 return
 
             def params() -> dict[str, Tensor]:
-                found = [*model.params().items()]
+                found = [*facts.params().items()]
                 return dict(found[index] for index in bucket.params)
 
             self._comparison.write(report, packed, params)
@@ -162,9 +162,9 @@ class LoopCheck(Feature):
         if self.failed:
             return
         try:
-            model = self._model
-            if model is None:
-                model = self._begin()
+            facts = self._facts
+            if facts is None:
+                facts = self._begin()
             elif self._runs:  # the one before has died, after it had added to some gradients
                 for watched in self._watched:
                     watched.forget()
@@ -182,8 +182,8 @@ class LoopCheck(Feature):
         try:
             self._runs = False
             if added:
-                assert self._model is not None
-                self._model.others += self._announced
+                assert self._facts is not None
+                self._facts.others += self._announced
                 for watched in self._watched:
                     watched.local_ends(announced=self._announced)
         except Exception as error:
@@ -195,18 +195,18 @@ class LoopCheck(Feature):
             return
         try:
             self._runs = False
-            model, comparison = self._model, self._comparison
-            assert model is not None
+            facts, comparison = self._facts, self._comparison
+            assert facts is not None
             assert comparison is not None
-            model.averages += 1
+            facts.averages += 1
             if comparison.waits:
                 comparison.delivered()
             if comparison.own.was_equal():
-                self._batches.ask(model.averages)
-            if model.averages == self._next_change:
-                asked = model.averages < self._until
-                model.due = asked or is_due(model.averages)
-                later = next_change(model.averages)
+                self._batches.ask(facts.averages)
+            if facts.averages == self._next_change:
+                asked = facts.averages < self._until
+                facts.due = asked or is_due(facts.averages)
+                later = next_change(facts.averages)
                 self._next_change = min(later, self._until) if asked else later
             for watched in self._watched:
                 watched.mean_ends()
@@ -216,22 +216,22 @@ class LoopCheck(Feature):
     def before_step(self, optimizer: Optimizer) -> None:
         """Have the rules look, unless it is a step inside a backward; `optimizer` is about to step."""
         try:
-            model = self._model
-            if model is None or (model.on_gpu and capturing()):
+            facts = self._facts
+            if facts is None or (facts.on_gpu and capturing()):
                 return
             if self._never_stepped is not None and not self._never_stepped.decided:
                 self._never_stepped.before_step(optimizer)
             if self._runs:
                 return
             comparison = self._comparison
-            if comparison is not None and (comparison.heard or model.due):
+            if comparison is not None and (comparison.heard or facts.due):
                 comparison.before_step(optimizer)
             rules = self._of.get(ref(optimizer))
             if rules is None:
                 self._of = {each: found for each, found in self._of.items() if each() is not None}
-                rules = self._of[ref(optimizer)] = OptimizerRules(model, self._suspect)
+                rules = self._of[ref(optimizer)] = OptimizerRules(facts, self._suspect)
             if rules.rates_changed(optimizer):
-                self._rates.ask(model.averages)
+                self._rates.ask(facts.averages)
             before = rules.watched
             rules.before_step(optimizer, self._spares)
             if self._spares or rules.watched is not before:
@@ -251,24 +251,24 @@ class LoopCheck(Feature):
         findings.log_failure(self._rank, error)
         self._of.clear()
         self._watched, self._spares = [], []
-        self._model = self._comparison = self._never_stepped = None
+        self._facts = self._comparison = self._never_stepped = None
 
-    def _begin(self) -> Model:
+    def _begin(self) -> LoopFacts:
         grads = self._engine
 
         def params() -> dict[str, Tensor]:
             return dict(zip(names_of(grads.plan), map(leaf_of, grads.params), strict=True))
 
         on_gpu = grads.params[0].is_cuda
-        self._model = model = Model(params, self._rank, on_gpu=on_gpu, level=self._level)
+        self._facts = facts = LoopFacts(params, self._rank, on_gpu=on_gpu, level=self._level)
         found = best_of({name: param for name, param in params().items() if is_plain(param)})
         some = found[:: max(1, -(-len(found) // SPARES))]
         self._spares = [WatchedGradient(param, name, self._rank) for name, param in some]
         self._watched = list(self._spares)
         self._look_at_rest()
         device, size = grads.params[0].device.type, grads.group.size()
-        self._comparison = RankComparison(self._module, model, device, size, self._place)
-        return model
+        self._comparison = RankComparison(self._module, facts, device, size, self._place)
+        return facts
 
     def _choose_watched(self) -> None:
         """Watch the gradients of the optimizers, and at first those that one of them may turn out to own."""
@@ -314,10 +314,10 @@ class _Tell(PackStep):
         self._own = int(best_of(plain)[-1][0]) if plain else -1
 
     def after(self, arguments: PackArguments) -> None:
-        model = self._check._model
-        if model is None:
+        facts = self._check._facts
+        if facts is None:
             return
-        if model.due:
+        if facts.due:
             self._check.tell(self._report, self._buffer.report, self._bucket)
-        elif not model.averages % OWN and 0 <= self._own < len(self._buffer.params) and not model.on_gpu:
+        elif not facts.averages % OWN and 0 <= self._own < len(self._buffer.params) and not facts.on_gpu:
             self._check.look_at_own(self._buffer.params[self._own])

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dpfuse.engine.autograd import hooks_on
+from dpfuse.loop.facts import LoopFacts
 from dpfuse.loop.local_rest import LocalRest
 from dpfuse.loop.local_steps import LocalSteps
-from dpfuse.loop.model import Model
 from dpfuse.loop.watched_gradient import WatchedGradient, is_plain
 
 __all__ = ["OptimizerRules", "best_of"]
@@ -23,16 +23,16 @@ class OptimizerRules:
     """Chooses the gradient of one optimizer, and has the rules look at it.
 
     Args:
-        model: whose gradients are averaged.
+        facts: of the model whose gradients are averaged.
         suspect: has the ranks compare their weights; see `LocalRest`.
 
     Attributes:
         watched: the gradient; None if the optimizer has none of the model.
     """
 
-    def __init__(self, model: Model, suspect: Callable[[str], bool]) -> None:
+    def __init__(self, facts: LoopFacts, suspect: Callable[[str], bool]) -> None:
         self.watched: WatchedGradient | None = None
-        self._model = model
+        self._facts = facts
         self._suspect = suspect
         self._rules: tuple[LocalRest, LocalSteps] | None = None
         self._missed = 0  # steps without a gradient to look at
@@ -67,7 +67,7 @@ class OptimizerRules:
 
     def _choose(self, optimizer: Optimizer, spares: Sequence[WatchedGradient]) -> WatchedGradient | None:
         wanted = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        fitting = {name: param for name, param in self._model.params().items() if id(param) in wanted and fits(param)}
+        fitting = {name: param for name, param in self._facts.params().items() if id(param) in wanted and fits(param)}
         if not fitting:
             return self.watched
         own = {spare.name: spare for spare in spares if spare.name in fitting}
@@ -76,8 +76,8 @@ class OptimizerRules:
             most = max(own[name].length for name, _ in best)
             best = [(name, param) for name, param in best if own[name].length == most]
         name, param = best[-1]
-        watched = self.watched = own[name] if own else WatchedGradient(param, name, self._model.rank)
-        self._rules = LocalRest(watched, self._suspect), LocalSteps(watched, self._model)
+        watched = self.watched = own[name] if own else WatchedGradient(param, name, self._facts.rank)
+        self._rules = LocalRest(watched, self._suspect), LocalSteps(watched, self._facts)
         return watched
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from weakref import WeakSet
 
 from dpfuse.findings import SAME_BATCHES, findings
-from dpfuse.loop.model import Model
+from dpfuse.loop.facts import LoopFacts
 from dpfuse.loop.own_gradient import OwnGradient
 from dpfuse.loop.rank_words import Sums
 
@@ -23,14 +23,14 @@ class SameBatches:
     Equal inputs may have other targets on each rank, or noise of their own. Then the gradients differ.
 
     Args:
-        model: whose gradients are averaged.
+        facts: of the model whose gradients are averaged.
         own: knows whether the mean is what this rank alone has.
     """
 
-    def __init__(self, model: Model, own: OwnGradient) -> None:
+    def __init__(self, facts: LoopFacts, own: OwnGradient) -> None:
         self.decided = False
         self._differ = False
-        self._model = model
+        self._facts = facts
         self._own = own
         self._before: list[float] = []
         self._steps = 0
@@ -63,12 +63,12 @@ class SameBatches:
             return
         findings.tell(
             SAME_BATCHES,
-            f"rank {self._model.rank}: in {self._steps} steps in a row, hashes of all inputs of the model were equal "
+            f"rank {self._facts.rank}: in {self._steps} steps in a row, hashes of all inputs of the model were equal "
             "on all ranks, and other ones than in the step before. Every rank computes on the same batches, so more "
             "ranks do not mean more data. Expected other batches on each rank: give the loader a DistributedSampler, "
             "or let the rank be part of the seed with which samples are drawn. If equal inputs are meant, pass "
             'check_training="log" to the wrapper.',
-            self._model.level,
+            self._facts.level,
         )
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from dpfuse.findings import OTHER_MODES, findings
-from dpfuse.loop.model import Model
+from dpfuse.loop.facts import LoopFacts
 from dpfuse.loop.rank_words import Sums, Word
 
 __all__ = ["SameModes"]
@@ -22,13 +22,13 @@ class SameModes:
     Args:
         module: that is wrapped.
         device: of its parameters, such as "cpu".
-        model: whose gradients are averaged.
+        facts: of the model whose gradients are averaged.
     """
 
-    def __init__(self, module: nn.Module, device: str, model: Model) -> None:
+    def __init__(self, module: nn.Module, device: str, facts: LoopFacts) -> None:
         self._module = module
         self._device = device
-        self._model = model
+        self._facts = facts
         self._mode = (False, False, False)
         self._backwards = 0
         self._text = ""
@@ -49,7 +49,7 @@ class SameModes:
         if self._backwards >= BACKWARDS:
             counts = {name: round(sums.total(name)) for name in ("training", "float16", "bfloat16")}
             self._text = (
-                f"rank {self._model.rank}: in {BACKWARDS} backwards running, the {sums.size} ranks had run their "
+                f"rank {self._facts.rank}: in {BACKWARDS} backwards running, the {sums.size} ranks had run their "
                 f"forwards in different modes: {counts['training']} in training mode, {counts['float16']} under "
                 f"autocast with float16, {counts['bfloat16']} with bfloat16. On this rank training was "
                 f"{self._mode[0]}. Expected the same on every rank: call train() and eval() on all ranks, train() also "
@@ -59,5 +59,5 @@ class SameModes:
     def tell(self) -> None:
         """Say what was found."""
         if self._text:
-            findings.tell(OTHER_MODES, self._text, self._model.level)
+            findings.tell(OTHER_MODES, self._text, self._facts.level)
             self._text = ""

@@ -10,7 +10,7 @@ from zlib import crc32
 from torch.optim import Optimizer
 
 from dpfuse.findings import OTHER_RATES, findings
-from dpfuse.loop.model import Model
+from dpfuse.loop.facts import LoopFacts
 from dpfuse.loop.rank_words import Sums, Word, bits_of
 
 __all__ = ["SameRates"]
@@ -23,11 +23,11 @@ class SameRates:
     """Notes the learning rates of optimizers that step, where they are numbers of the host, and compares them.
 
     Args:
-        model: whose gradients are averaged.
+        facts: of the model whose gradients are averaged.
     """
 
-    def __init__(self, model: Model) -> None:
-        self._model = model
+    def __init__(self, facts: LoopFacts) -> None:
+        self._facts = facts
         # By optimizer, the number of its groups, a hash, and the places of the groups of the model.
         self._owned: WeakKeyDictionary[Optimizer, tuple[int, int, list[int]]] = WeakKeyDictionary()
         self._rates: dict[tuple[str, int], list[float]] = {}  # by name of an optimizer, and that hash
@@ -53,7 +53,7 @@ class SameRates:
         """
         count, owned, places = self._owned.get(optimizer, (0, 0, []))
         if count != len(optimizer.param_groups):
-            names = {id(param): name for name, param in self._model.params().items()}
+            names = {id(param): name for name, param in self._facts.params().items()}
             groups = [[names.get(id(param)) for param in group["params"]] for group in optimizer.param_groups]
             places = [place for place, group in enumerate(groups) if any(name is not None for name in group)]
             owned = crc32(repr([groups[place] for place in places]).encode()) | 1 if places else 0
@@ -84,7 +84,7 @@ class SameRates:
         here = ", ".join(f"{name} {', '.join(map(str, rates))}" for (name, _), rates in sorted(self._rates.items()))
         everywhere = sums.total("rate") / sums.size
         self._text = (
-            f"rank {self._model.rank}: in {BACKWARDS} steps running, the learning rates were not the same on all "
+            f"rank {self._facts.rank}: in {BACKWARDS} steps running, the learning rates were not the same on all "
             f"{sums.size} ranks, for the same parameters. Here they are {here}, with a mean of {self._mean():.6g}; the "
             f"mean over all ranks is {everywhere:.6g}. Expected equal ones; the weights of the ranks drift apart. Step "
             "each schedule equally often on every rank, and let one that depends on a loss see the mean over the ranks."
@@ -93,5 +93,5 @@ class SameRates:
     def tell(self) -> None:
         """Say what was found."""
         if self._text:
-            findings.tell(OTHER_RATES, self._text, self._model.level)
+            findings.tell(OTHER_RATES, self._text, self._facts.level)
             self._text = ""

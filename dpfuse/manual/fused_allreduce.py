@@ -30,7 +30,7 @@ from dpfuse.engine.plan import MB
 from dpfuse.engine.report import Outcome, Reading, Report
 from dpfuse.engine.report_layout import ReportLayout
 from dpfuse.engine.settings import SyncSettings
-from dpfuse.engine.window import Window
+from dpfuse.engine.sync_decision import Window
 from dpfuse.errors import DPFuseError
 from dpfuse.manual.call_weights import CallWeights
 from dpfuse.manual.plan import plan_in_order

@@ -10,7 +10,7 @@ from dpfuse.engine.bucket_set import BucketSet, names_of
 from dpfuse.engine.local_part import LocalPart, leaf_of, local_of
 from dpfuse.engine.plan import BucketPlan
 from dpfuse.engine.sync import GradSync
-from dpfuse.engine.window import Window
+from dpfuse.engine.sync_decision import Window
 from dpfuse.errors import DPFuseError
 from dpfuse.model.buffer_schedule import BufferSchedule
 from dpfuse.model.buffers import BufferSync

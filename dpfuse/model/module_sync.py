@@ -24,7 +24,7 @@ from dpfuse.engine.phase import ABANDONED, IDLE
 from dpfuse.engine.plan import BucketPlan
 from dpfuse.engine.settings import SyncSettings
 from dpfuse.engine.sync import GradSync
-from dpfuse.engine.window import Window
+from dpfuse.engine.sync_decision import Window
 from dpfuse.errors import DPFuseError
 from dpfuse.exclusions import refuse
 from dpfuse.gradients.divided_norm import DividedGradients

@@ -10,7 +10,7 @@ from dpfuse.engine.bucket import Surroundings
 from dpfuse.engine.events import Events
 from dpfuse.engine.report import Report
 from dpfuse.engine.report_layout import Field, ReportLayout
-from dpfuse.engine.window import Window
+from dpfuse.engine.sync_decision import Window
 
 __all__ = ["RankOf", "make_report", "surroundings"]
 

@@ -25,7 +25,7 @@ from dpfuse.engine.reducer import Reducer, Wiring
 from dpfuse.engine.report import ALL_WELL, Reading
 from dpfuse.engine.report_layout import Field, Question, ReportLayout
 from dpfuse.engine.send_order import SendOrder
-from dpfuse.engine.window import Window
+from dpfuse.engine.sync_decision import Window
 from dpfuse.errors import DPFuseError
 
 RANK, SIZE = 0, 2

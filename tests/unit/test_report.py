@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from dpfuse.comm import collective
 from dpfuse.engine.report import ALL_WELL, Outcome, Reading, Report, _hash
 from dpfuse.engine.report_layout import Field, Question, ReportLayout
-from dpfuse.engine.window import Window
+from dpfuse.engine.sync_decision import Window
 from dpfuse.weights.hashing import write_number
 from tests.operations import Operations
 from tests.unit import engine_inputs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dpfuse.engine.window import NEVER, Window
+from dpfuse.engine.sync_decision import NEVER, Window
 
 
 def counts(window):

@@ -16,9 +16,9 @@ from dpfuse.engine.optimizer_step_hook import call_before_steps
 from dpfuse.engine.param_spec import grad_dtype_of
 from dpfuse.engine.protocols import Feed, PackArguments
 from dpfuse.engine.streams import WritingStreams, capturing
+from dpfuse.engine.sync_decision import Window
 from dpfuse.engine.torch_private import Hooks, leave_untraced, ranged_without_graph
 from dpfuse.engine.user_line import warn_at_user
-from dpfuse.engine.window import Window
 from dpfuse.errors import DPFuseError
 from dpfuse_kernels import flatten
 

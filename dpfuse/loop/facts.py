@@ -8,11 +8,11 @@ from torch import Tensor
 
 from dpfuse.findings import Level
 
-__all__ = ["Model"]
+__all__ = ["LoopFacts"]
 
 
-class Model:
-    """A model whose gradients are averaged, as the rules see it.
+class LoopFacts:
+    """What is known of a model whose gradients are averaged, as the rules see it.
 
     Args:
         params: returns its parameters that are averaged, by name.
