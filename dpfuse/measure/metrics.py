@@ -21,7 +21,7 @@ from dpfuse.gradients.norm import Gradients
 from dpfuse.gradients.weight import GradientWeight
 from dpfuse.measure.communication_times import CommunicationTimes
 from dpfuse.measure.local_squares import LocalSquares, host_knows
-from dpfuse.measure.step_times import StepTimes
+from dpfuse.measure.metric_times import MetricTimes
 
 __all__ = ["Metrics", "noise_of"]
 
@@ -53,7 +53,7 @@ class Metrics(Feature):
     _place: ReportPlace
 
     def __init__(self, every: int, weight: GradientWeight) -> None:
-        self.step_times = StepTimes()
+        self.step_times = MetricTimes()
         self._every = every
         self._measures = False  # in the backward that is running
         self._weight = weight

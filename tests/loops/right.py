@@ -660,88 +660,6 @@ def local_steps_that_are_averaged_in_bfloat16_from_then_on(rank, size):
 # --- Gradients that are changed on purpose ---
 
 
-@quiet
-def weight_decay_by_hand_after_each_batch(rank, size):
-    """What is added to a sum may be added at any time."""
-    model = dpfuse.DistributedDataParallel(mlp())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for index, (x, y) in enumerate(batches(rank, 24)):
-        with model.no_sync(enabled=(index + 1) % 2 != 0):
-            loss_of(model(x), y).backward()
-        for param in model.parameters():
-            param.grad.add_(param.detach(), alpha=0.01)
-        if (index + 1) % 2 == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-@quiet
-def elastic_weights_whose_penalty_is_added_by_hand(rank, size):
-    """EWC: each micro-batch has its share of the penalty, computed beside the wrapper."""
-    model = dpfuse.DataParallel(mlp())
-    optimizer = torch.optim.AdamW(model.parameters())
-    params = list(model.parameters())
-    old = [param.detach() + 0.1 for param in params]
-    for index, (x, y) in enumerate(batches(rank, 24)):
-        with model.no_sync(enabled=index % 2 == 0):
-            loss_of(model(x), y).backward()
-        penalty = sum((param - other).square().sum() for param, other in zip(params, old, strict=True)) / 2
-        for param, grad in zip(params, torch.autograd.grad(penalty, params), strict=True):
-            param.grad.add_(grad)
-        if index % 2:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-@quiet
-def langevin_noise_in_each_micro_batch(rank, size):
-    """SGLD, with the same noise on all ranks, behind each of three backwards."""
-    model = dpfuse.DistributedDataParallel(mlp())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    noise = seeded(0, 9)
-    for index, (x, y) in enumerate(batches(rank, 24)):
-        model.require_backward_grad_sync = index % 3 == 2
-        (loss_of(model(x), y) / 3).backward()
-        with torch.no_grad():
-            for param in model.parameters():
-                param.grad += 0.05 * torch.randn(param.shape, generator=noise)
-        if index % 3 == 2:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=False)
-
-
-@quiet
-def penalty_on_one_layer_in_no_sync_beside_the_wrapper(rank, size):
-    """A backward that reaches one weight only, between those of two micro-batches."""
-    model = dpfuse.DataParallel(mlp())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for index, (x, y) in enumerate(batches(rank, 30)):
-        with model.no_sync(enabled=index % 3 < 2):
-            loss_of(model(x), y).backward()
-            if index % 3 < 2:
-                (1e-2 * model.module[2].weight.square().sum()).backward()
-        if index % 3 == 2:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-@quiet
-def orthogonal_weights_in_the_first_batches_of_a_window(rank, size):
-    """Each local micro-batch adds the penalty of a matrix, whose backward goes through no output."""
-    model = dpfuse.DistributedDataParallel(mlp())
-    optimizer = torch.optim.Adam(model.parameters())
-    for index, (x, y) in enumerate(batches(rank, 32)):
-        model.require_backward_grad_sync = index % 4 == 3
-        loss_of(model(x), y).backward()
-        if index % 4 != 3:
-            weight = model.module[0].weight
-            (weight.T @ weight - torch.eye(4)).square().sum().backward()
-            (model.module[2].weight @ model.module[2].weight.T - torch.eye(3)).square().sum().backward()
-        if index % 4 == 3:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
 class Towers(nn.Module):
     """Two networks with one wrapper, of which each loss needs one."""
 
@@ -767,19 +685,6 @@ def actor_and_critic_that_are_clipped_behind_their_own_backwards(rank, size):
 
 
 @quiet
-def towers_that_are_clipped_in_turns_and_filled_with_zeros(rank, size):
-    model = dpfuse.DataParallel(Towers(), find_unused_parameters=True, gradient_as_bucket_view=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for x, y in batches(rank, 16):
-        loss_of(model("critic", x), y).backward()
-        nn.utils.clip_grad_norm_(model.module.critic.parameters(), 0.05)
-        loss_of(model("actor", x), y).backward()
-        nn.utils.clip_grad_value_(model.module.actor.parameters(), 0.01)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
-
-
-@quiet
 def gan_that_clips_its_discriminator_before_the_generators_loss(rank, size):
     """The loss of the generator goes through the frozen discriminator, and both step at the end."""
     critic = dpfuse.DistributedDataParallel(nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)))
@@ -797,35 +702,6 @@ def gan_that_clips_its_discriminator_before_the_generators_loss(rank, size):
         nn.utils.clip_grad_norm_(generator.parameters(), 0.05)
         for optimizer in optimizers:
             optimizer.step()
-
-
-@quiet
-def clipping_after_each_batch_on_purpose(rank, size):
-    model = dpfuse.DistributedDataParallel(mlp())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for index, (x, y) in enumerate(batches(rank, 24)):
-        with model.no_sync(enabled=(index + 1) % 4 != 0):
-            loss_of(model(x), y).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-        if (index + 1) % 4 == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-@quiet
-def gradients_of_tasks_put_together(rank, size):
-    """PCGrad: each task has a backward of its own, and the gradients are put into `.grad` at the end."""
-    model = dpfuse.DistributedDataParallel(mlp())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for x, y in batches(rank, 20):
-        tasks = []
-        for place in range(3):
-            optimizer.zero_grad()
-            (model(x)[:, place] - y[:, place]).square().mean().backward()
-            tasks.append([param.grad.clone() for param in model.parameters()])
-        for param, *grads in zip(model.parameters(), *tasks, strict=True):
-            param.grad = torch.stack(grads).mean(0)
-        optimizer.step()
 
 
 @quiet

@@ -987,53 +987,6 @@ def two_windows_with_a_loss_that_is_no_number(rank, size):
 
 
 @quiet
-def masks_on_gradients_after_each_batch(rank, size):
-    """Pruned weights: a mask on a gradient gives the same after each batch as at the end."""
-    model = dpfuse.DistributedDataParallel(mlp())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    masks = [(torch.rand(param.shape, generator=seeded(0)) > 0.5).float() for param in model.parameters()]
-    for index, (x, y) in enumerate(batches(rank, 40)):
-        with model.no_sync(enabled=index % 4 != 3):
-            loss_of(model(x), y).backward()
-        for param, mask in zip(model.parameters(), masks, strict=True):
-            param.grad.mul_(mask)
-        if index % 4 == 3:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-@quiet
-def textual_inversion(rank, size):
-    """Gradients of all but the new tokens are zeroed after each batch."""
-    model = dpfuse.DistributedDataParallel(nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 3)))
-    optimizer = torch.optim.AdamW(model.module[0].parameters())
-    model.module[1].requires_grad_(False)
-    generator = seeded(rank)
-    for index in range(48):
-        with model.no_sync(enabled=index % 2 == 0):
-            model(torch.randint(0, 20, (6,), generator=generator)).square().mean().backward()
-        grad = model.module[0].weight.grad
-        grad[torch.arange(20) != 19] = 0
-        if index % 2:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-@quiet
-def gradients_without_nan_after_each_batch(rank, size):
-    model = dpfuse.DistributedDataParallel(mlp())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for index, (x, y) in enumerate(batches(rank, 48)):
-        with model.no_sync(enabled=index % 3 != 2):
-            loss_of(model(x), y).backward()
-        for param in model.parameters():
-            torch.nan_to_num(param.grad, nan=0.0, posinf=1e5, neginf=-1e5, out=param.grad)
-        if index % 3 == 2:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=False)
-
-
-@quiet
 def scaler_whose_first_steps_are_skipped(rank, size):
     """The scale begins far too high, as it does by default."""
     model = dpfuse.DistributedDataParallel(mlp())

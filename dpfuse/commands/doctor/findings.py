@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from dpfuse.commands.doctor.cut_windows import changed_gradients, lost_batches, name_list, unaveraged_step
 from dpfuse.commands.doctor.runs import Run
 from dpfuse.commands.doctor.speed import WORTH, Link
-from dpfuse.commands.doctor.windows import changed_gradients, lost_batches, name_list, unaveraged_step
 from dpfuse.findings import ALONE as ALONE_CODE
 from dpfuse.findings import CHANGED_IN_WINDOW, CUT_WINDOW, EACH_AVERAGED, SAME_BATCHES, SAME_ORDER, WEIGHTS
 from dpfuse.trace.trace_file import MODULE_BUFFERS

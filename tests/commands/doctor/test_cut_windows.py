@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import dpfuse
-from dpfuse.commands.doctor.windows import changed_gradients, lost_batches, unaveraged_step
+from dpfuse.commands.doctor.cut_windows import changed_gradients, lost_batches, unaveraged_step
 from dpfuse.trace.attachment import process_tracer, start_tracer, stop_tracer
 from dpfuse.trace.trace_file import read_folder
 from tests.commands.doctor.made import NAMES, traces_of, window

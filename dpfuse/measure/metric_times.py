@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dpfuse.engine.events import Inputs, Watcher
 
-__all__ = ["StepTimes"]
+__all__ = ["MetricTimes"]
 
 NAMES = (
     "forward_compute_time",
@@ -20,7 +20,7 @@ NAMES = (
 )
 
 
-class StepTimes(Watcher):
+class MetricTimes(Watcher):
     """Times each synchronised backward on a CPU, and the forward before it.
 
     The four times are those of torch's DDP logging data: from the begin of the forward to that of backward, from there
