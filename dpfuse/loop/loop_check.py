@@ -24,7 +24,7 @@ from dpfuse.loop.comparison import RankComparison
 from dpfuse.loop.facts import LoopFacts
 from dpfuse.loop.never_stepped import NeverStepped
 from dpfuse.loop.optimizer_rules import OptimizerRules, best_of
-from dpfuse.loop.rank_words import WIDTHS, is_due, next_change
+from dpfuse.loop.rank_words import LAST, WIDTHS, is_due, next_change
 from dpfuse.loop.watched_gradient import WatchedGradient, is_plain
 
 __all__ = ["LoopCheck"]
@@ -319,5 +319,10 @@ class _Tell(PackStep):
             return
         if facts.due:
             self._check.tell(self._report, self._buffer.report, self._bucket)
-        elif not facts.averages % OWN and 0 <= self._own < len(self._buffer.params) and not facts.on_gpu:
+        elif (
+            facts.averages >= LAST
+            and not facts.averages % OWN
+            and 0 <= self._own < len(self._buffer.params)
+            and not facts.on_gpu
+        ):
             self._check.look_at_own(self._buffer.params[self._own])
