@@ -3,7 +3,7 @@
 A step with the checks is timed beside one with stand-ins that look at nothing in their place. A step of a model that
 was wrapped with `metrics=True` and reads them each time is timed beside one with the checks alone.
 
-Weights are compared behind a step of an optimizer, which is none of these steps: `bench_training` times that.
+Weights are compared after a step of an optimizer. These steps have none: `bench_training` times that.
 Left out are the signature of the module, the counts of forwards and backwards, the report that compares them over the
 ranks, and what the heartbeat is told.
 CPU time of the thread that trains, on two gloo ranks: what it waits for costs it nothing. The comparison of the models

@@ -7,9 +7,10 @@ before the first step of an optimizer. A line `step` comes behind each step of a
   of the first one of each model `weights`
 - `backwards`: of each backward `loss` (hash), `value`, `local` and `averaged` (by model, eight characters a parameter)
 - `optimizer`, `settings` (of its groups: learning rate and so on), `stepped` (the gradients that it used), `parameters`
-- `held`, `left`: when a backward begins, and when one that is not averaged ends, 1 for each of a few small gradients
-  that hold anything but zeros, and 0 for zeros (by model). `rescaled`: the places of parameters whose `.grad` was
-  scaled or cut since the backward before, where there are any (by model). No comparison of runs reads them
+- `held` (by model): whether a few small gradients hold anything but zeros when a backward begins, 1 or 0 for each.
+  `left`: the same when a backward ends that is not averaged
+- `rescaled` (by model): the places of parameters whose `.grad` was scaled or cut since the backward before, if there
+  are any. No comparison of runs reads these three
 - `module buffers`: of a backward, where they are asked for (by model, eight characters a buffer)
 - `all_averaged` (by model) and `all_parameters`: one hash for those of each, in steps that are not hashed in full
 - `plan`: for each model the names of the parameters of each bucket; written when it changes

@@ -55,7 +55,7 @@ class _Traced:
         """Begin another backward: forget what hooks have noted, also those of `torch.autograd.grad` since the last."""
         self.local: list[Hash] = [NOTHING] * len(self.params)  # of this rank's gradients in the backward that runs
         self.held: list[Hash] | None = None  # what `.grad` held when it reached this model, if it has: see `in_grad`
-        self.pairs: list[Pair] = []  # of elements of `.grad` behind the last backward, and when this one reaches it
+        self.pairs: list[Pair] = []  # elements of `.grad` after the last backward, and as this one begins
 
     def reached(self, deep: bool) -> None:
         """Note what there is before the backward that runs adds the first gradient."""
@@ -375,7 +375,7 @@ def _do_nothing(*_: Any) -> None:
 
 
 def _is_not_zero(grad: Tensor) -> Hash:
-    """Return 1 for a gradient with another number than 0, and for one that is not plain."""
+    """Return 1 for a gradient that is not zero everywhere, or that is not plain; 0 for zeros."""
     if not is_plain(grad):
         return 1
     return int(grad.any()) if grad.is_cpu else grad.any().long()

@@ -1,7 +1,7 @@
 """What traces show of windows: how many backwards come before a step, and what becomes of gradients between them.
 
-A window is the backwards that add to the gradients of a model, from the one that finds them empty to the step that uses
-them. It knows no run and no finding, only traces.
+A window begins with a backward that finds the gradients of a model empty. It ends with the step that uses them. This
+file knows no run and no finding, only traces.
 """
 
 from __future__ import annotations

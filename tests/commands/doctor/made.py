@@ -56,7 +56,7 @@ NAMES = ["weight", "bias"]
 
 
 def window(text, weights=("1", "1"), **fields):
-    """A step of each rank: "l" and "a" for local and averaged backwards, "0" before one that finds zeros; weights."""
+    """Return one step of each rank. In its backwards "l" is local, "a" averaged, and "0" stands before one of zeros."""
     lines = []
     for each in weights:
         backwards: list[dict[str, Any]] = []
