@@ -139,8 +139,11 @@ class LoopCheck(Feature):
 
     def look_at_own(self, param: Tensor) -> None:
         """Keep some elements of a gradient that is about to be averaged."""
-        if self._comparison is not None:
-            self._comparison.own.look_at(param)
+        try:
+            if self._comparison is not None:
+                self._comparison.own.look_at(param)
+        except Exception as error:
+            self._fail(error)
 
     def tell(self, report: Report, packed: Tensor, bucket: Bucket) -> None:
         """Write into the report, as it is packed behind this bucket, what the ranks are to have in common."""

@@ -14,6 +14,7 @@ import dpfuse
 from dpfuse.errors import DPFuseWarning, LoopWarning
 from dpfuse.loop.local_rest import LocalRest
 from dpfuse.loop.local_steps import LocalSteps
+from dpfuse.loop.own_gradient import OwnGradient
 from dpfuse.loop.rank_words import RankWords
 from dpfuse.loop.watched_gradient import WatchedGradient
 from tests.loops.logs import logged
@@ -26,6 +27,8 @@ RULES = [
     (WatchedGradient, "local_ends"),
     (WatchedGradient, "mean_ends"),
     (LocalRest, "before_step"),
+    (OwnGradient, "look_at"),
+    (OwnGradient, "was_equal"),
     (LocalSteps, "before_step"),
 ]
 
