@@ -39,8 +39,9 @@ class OwnGradient:
     def look_at(self, param: Tensor) -> None:
         """Copy before the average, on a CPU, so that `was_equal` can tell. No average has written its gradient yet."""
         grad = param.grad
-        fits = grad is not None and has_strides(grad) and grad.is_cpu
-        self._look = (param, sample_of(grad)) if fits and grad is not None else None
+        self._look = None
+        if grad is not None and has_strides(grad) and grad.is_cpu and grad.numel():
+            self._look = param, sample_of(grad)
 
     def was_equal(self) -> bool:
         """Whether the average that has ended left what this rank had, as if all ranks had the same gradient."""

@@ -17,6 +17,7 @@ from dpfuse.errors import DPFuseError, LoopWarning
 from dpfuse.findings import findings
 from dpfuse.loop import same_batches
 from dpfuse.loop.local_rest import LocalRest
+from dpfuse.loop.own_gradient import OwnGradient
 from dpfuse.loop.watched_gradient import only_rescaled
 from tests.loops.logs import logged
 from tests.loops.nets import batches, loss_of, mlp
@@ -218,6 +219,27 @@ def test_batches_that_become_the_same_on_all_ranks_are_named_within_24_steps(ran
     ((step, code),) = said
     assert code == "DPF-L05"
     assert step <= from_step + 24
+
+
+@pytest.mark.parametrize(
+    ("own", "mean", "equal"),
+    [
+        ([1.0, -2.0], [1.0, -2.0], True),
+        ([1.0, -2.0], [1.0, -2.1], False),
+        ([1.0, -2.0], [-1.0, 2.0], False),
+        ([0.0, 0.0], [0.0, 0.0], False),
+        ([float("inf")], [float("inf")], False),
+        ([], [], False),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_mean_is_what_this_rank_has_up_to_rounding(own, mean, equal, dtype):
+    param, look = nn.Parameter(torch.tensor(own, dtype=dtype)), OwnGradient(nn.Identity())
+    param.grad = torch.tensor(own, dtype=dtype)
+    look.look_at(param)
+    param.grad = torch.tensor(mean, dtype=dtype)
+    assert look.was_equal() is equal
+    assert look.was_equal() is False  # once
 
 
 def test_ranks_that_seem_to_have_equal_batches_compare_them_ever_less_often(rank, size):
