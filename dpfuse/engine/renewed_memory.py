@@ -102,11 +102,11 @@ class RenewedMemory:
         """Return whether a program holds a gradient. Of the references to a `.grad`, `known` are our own."""
         if self._alias.data_ptr() != self.buffer.flat.data_ptr():
             return True  # it was moved to memory that is shared with another process
+        if self._transposed.fails():  # first, since to replace some begins the check again with the others
+            self._replace(range(len(self.gradients)))
         addresses = list(map(Tensor.data_ptr, self.gradients))
         if addresses != self._addresses:
             self._replace([place for place, one in enumerate(addresses) if one != self._addresses[place]])
-        if self._transposed.fails():
-            self._replace(range(len(self.gradients)))
         names = list(map(getrefcount, self.gradients))
         if names != self._names:
             for place, param in enumerate(self.buffer.params):

@@ -182,12 +182,11 @@ def are_comparable(before: Sample, now: Sample) -> bool:
     return len(devices) == 1
 
 
-def only_rescaled(before: Tensor, now: Tensor, tolerance: float | None = None) -> bool:
+def only_rescaled(before: Tensor, now: Tensor) -> bool:
     """Whether `now` is `before`, or that times one number, or that cut at one absolute value: what clipping does.
 
     Args:
         before, now: [n], on the CPU.
-        tolerance: of the factor, relative; None is that of their dtype.
 
     Returns:
         False where the values cannot tell that from an average over ranks, since few of them differ.
@@ -202,7 +201,7 @@ def only_rescaled(before: Tensor, now: Tensor, tolerance: float | None = None) -
     """
     if torch.equal(before, now):
         return True
-    tolerance = tolerance or rounding_of(now)
+    tolerance = 4 * torch.finfo(now.dtype).eps  # how far a multiplication may round
     before, now = before.double(), now.double()
     sizes, new_sizes = before.abs(), now.abs()
     if len(sizes[sizes > 0].unique()) < 3 or not (new_sizes.isfinite().all() and new_sizes.any()):
@@ -214,8 +213,3 @@ def only_rescaled(before: Tensor, now: Tensor, tolerance: float | None = None) -
     limit = new_sizes.max()
     cut = (new_sizes == limit) & (sizes >= limit) & (now.sign() == before.sign())
     return bool((cut | (now == before)).all())
-
-
-def rounding_of(tensor: Tensor) -> float:
-    """Return how far, relatively, a multiplication of numbers of this dtype may round."""
-    return 4 * torch.finfo(tensor.dtype).eps
