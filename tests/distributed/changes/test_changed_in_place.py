@@ -93,6 +93,19 @@ def test_a_gradient_that_a_program_changes_is_right_in_the_next_step(
         model.zero_grad()
 
 
+@pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
+@pytest.mark.parametrize("face", FACES)
+def test_one_gradient_is_moved_and_another_one_turned_in_the_same_step(rank, size, face, large):
+    model = FACES[face](Net(large))
+    for step in range(5):
+        train(model, rank, step)
+        check(model, size, step)
+        if step >= 2:
+            move(model.module.get_parameter("small.1.0").grad)
+            turn(model.module.square.grad)
+        model.zero_grad()
+
+
 def turned_on_rank_1(model, rank, size):
     """A gradient that is the same, in another order in memory: ranks must not add what lies in the same places."""
     for step in range(3):
