@@ -16,9 +16,7 @@ from dpfuse.trace.trace_file import HELD, LEFT, RESCALED, RankTrace
 __all__ = ["Window", "changed_gradients", "lost_batches", "name_list", "unaveraged_step", "windows_of"]
 
 USUAL = 8  # windows of the same length, which show how long a window is meant to be
-LOST = (
-    2  # windows of one length, as far from each other as from the beginning: an epoch; others are left out on purpose
-)
+LOST = 2  # windows of one length, as far from each other as from the beginning: others are left out on purpose
 CHANGED = 2  # windows in which gradients are changed
 SHOWN = 3  # names of a list
 
