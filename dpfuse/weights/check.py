@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dpfuse.comm import collective
+from dpfuse.engine.bucket_set import names_of
 from dpfuse.engine.comm_buffer import CommBuffer, dense_stride
 from dpfuse.engine.feature import Engine, Feature
 from dpfuse.engine.local_part import LocalPart, leaf_of
@@ -113,6 +114,7 @@ class WeightsCheck(Feature):
         self._level = level
         self._words = words
         self._hold = hold
+        self._averaged: Callable[[], list[str]] = list  # returns the parameters whose gradients are averaged, by name
         # When the model was wrapped, the ranks have compared them.
         self._strides = {name: dense_stride(tensor) for name, tensor in tensors().items()}
         self._common = set(self._strides)  # names that all ranks have, as far as is known
@@ -136,7 +138,8 @@ class WeightsCheck(Feature):
         self._before_backward: Tensor | None = None
         self._noticed = 0  # the averaged backward in which hashes differed
         self._ignored = 0  # deliveries whose comparison tells nothing new
-        self._found: tuple[str, str] | None = None  # a code and a text, to be told once gradients are delivered
+        # A code, a text and what becomes of it, to be told once gradients are delivered.
+        self._found: tuple[str, str, Level] | None = None
         self._false_alarms = 0
         self._last_alarm = 0  # the averaged backward of the last one
         _living.add(self)
@@ -146,6 +149,7 @@ class WeightsCheck(Feature):
     def join(self, engine: Engine) -> None:
         """As `Feature.join`."""
         self._averages = engine
+        self._averaged = lambda: names_of(engine.plan)
         self._place = engine.layout.register("hash of the weights", BITS, compared=True)
         engine.layout.ask(self.question)
         engine.layout.ask(self._suspicion)
@@ -356,7 +360,7 @@ class WeightsCheck(Feature):
         self._turn, self._hashed_at, self._empty = found.turn, -1, 0
         self._ignored = 1 if self._report is None or not self._report.late else 2
         if found.strangers:
-            self._found = OTHER_TENSORS, tell_other_tensors(self._group.rank(), found.strangers)
+            self._found = OTHER_TENSORS, tell_other_tensors(self._group.rank(), found.strangers), self._level
             self.turn_off("the ranks have other parameters")
         elif hashing is not None:
             self._learn(hashing, found, device, takes_part=takes_part)
@@ -379,8 +383,10 @@ class WeightsCheck(Feature):
         own = hashing if takes_part else None
         first = max(self._last_equal(hashing, place) for place in new)
         apart = measure(own, self._after_step, new, first, self._group, device)
+        names_now = tuple(names[place] for place in new)
+        frozen = not set(self._averaged()).intersection(names_now)
         finding = Drift(
-            names=tuple(names[place] for place in new),
+            names=names_now,
             count=len(names),
             numels=tuple(hashing.numel(place) for place in new),
             first=apart.first,
@@ -390,12 +396,15 @@ class WeightsCheck(Feature):
             size=self._group.size(),
             measured=tuple(apart.measured.values()),
             measured_count=apart.count,
+            frozen=frozen,
             words=self._words,
         )
         rank = self._group.rank()
-        self._found = WEIGHTS, finding.text(rank)
-        if suspected:
-            self._found = REST, finding.text(rank, cause=cause or OF_ANOTHER)
+        level: Level = "warn" if self._level == "raise" and finding.may_be_meant else self._level
+        if suspected and not frozen:  # what a rank has added to gradients changes no other parameter
+            self._found = REST, finding.text(rank, cause=cause or OF_ANOTHER), level
+        else:
+            self._found = WEIGHTS, finding.text(rank), level
         self.known |= dict.fromkeys(finding.names, self._noticed)
 
     def _count_false_alarm(self, *, looked_again: bool) -> None:
@@ -417,8 +426,8 @@ class WeightsCheck(Feature):
 
     def _tell_found(self) -> None:
         if self._found is not None:
-            (code, text), self._found = self._found, None
-            say(code, text, self._level)
+            found, self._found = self._found, None
+            say(*found)
 
     def synchronized(self) -> None:
         """Note that all ranks have the same weights again; to be called on every rank."""

@@ -76,6 +76,7 @@ class Drift:
         size: number of ranks.
         measured: of each of `others`, over the parameters that were measured.
         measured_count: parameters that were measured, from the first on.
+        frozen: whether no gradient of them is averaged.
         words: for the text.
     """
 
@@ -89,7 +90,18 @@ class Drift:
     size: int
     measured: tuple[Measured, ...]
     measured_count: int
+    frozen: bool = False
     words: Phrases = OF_BACKWARDS
+
+    @property
+    def may_be_meant(self) -> bool:
+        """Whether a right program may have them so: ranks may keep frozen parameters of their own."""
+        return self.frozen and not self._is_one_bit
+
+    @property
+    def _is_one_bit(self) -> bool:
+        """Whether one bit of one element differs, in a parameter with others."""
+        return len(self.names) == 1 and self.numels[0] > 1 and all(one.one_bit for one in self.measured)
 
     def text(self, rank: int, cause: str = "") -> str:
         """Return the message for this rank; apart from its number it is the same on every rank.
@@ -115,7 +127,9 @@ class Drift:
         more = len(self.names) - NAMED
         rest = f" and {more} more" if more > 0 else ""
         verb = "It is parameter" if len(self.names) == 1 else "They are parameters"
-        return f"{verb} {named}{rest}; {len(self.names)} of {self.count} differ."
+        whose = "it" if len(self.names) == 1 else "them"
+        frozen = f" No gradient of {whose} is averaged." if self.frozen else ""
+        return f"{verb} {named}{rest}; {len(self.names)} of {self.count} differ.{frozen}"
 
     def _ranks(self) -> str:
         whose = _listed(self.others)
@@ -136,7 +150,7 @@ class Drift:
         return f"The largest difference is {largest.largest:.0e}; {elements} of {total} elements differ{place}."
 
     def _kind(self) -> str:
-        if all(one.one_bit for one in self.measured) and len(self.names) == 1:
+        if self._is_one_bit:
             return "It is one bit, as after a fault of memory. "
         factors = {one.factor for one in self.measured}
         if all(factors) and len(factors) == 1:

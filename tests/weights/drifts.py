@@ -62,6 +62,7 @@ class Drift:
         after_step: called behind it.
         steps: how often the optimizer steps there in step `START`.
         optimizer: makes the optimizer.
+        may_be_meant: whether it is a warning at most.
     """
 
     named: tuple[str, ...] = ()
@@ -69,6 +70,7 @@ class Drift:
     after_step: Callable[[Trial], None] | None = None
     steps: int = 1
     optimizer: Callable[[list[nn.Parameter]], Optimizer] = lambda params: SGD(params, lr=0.01, momentum=0.9)
+    may_be_meant: bool = False
 
 
 def once(change: Callable[[Any], None]) -> Callable[[Trial], None]:
@@ -160,10 +162,17 @@ DRIFTS: dict[str, Drift] = {
         ("wide.weight",), after_step=once(lambda m: m.wide.weight[-1, -1].add_(1e-3))
     ),
     "a frozen weight becomes infinite": Drift(
-        ("frozen.bias",), after_step=once(lambda m: m.frozen.bias[0].fill_(float("inf")))
+        ("frozen.bias",), after_step=once(lambda m: m.frozen.bias[0].fill_(float("inf"))), may_be_meant=True
     ),
-    "zeros get another sign": Drift(("frozen.bias",), after_step=once(lambda m: m.frozen.bias.neg_())),
-    "a frozen weight is edited": Drift(("frozen.weight",), after_step=once(lambda m: m.frozen.weight[3, 3].mul_(2))),
+    "zeros get another sign": Drift(
+        ("frozen.bias",), after_step=once(lambda m: m.frozen.bias.neg_()), may_be_meant=True
+    ),
+    "a frozen weight is edited": Drift(
+        ("frozen.weight",), after_step=once(lambda m: m.frozen.weight[3, 3].mul_(3)), may_be_meant=True
+    ),
+    "a bit of a frozen weight flips": Drift(
+        ("frozen.weight",), after_step=once(lambda m: flip(m.frozen.weight, 9, 20))
+    ),
     "a weight of 16 bits moves by one step": Drift(
         ("short.weight",), after_step=once(lambda m: m.short.weight.view(torch.int16)[2, 2].add_(1))
     ),

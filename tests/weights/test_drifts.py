@@ -36,8 +36,12 @@ def told(rank, size, name, face):
         found = [each.message for each in caught if isinstance(each.message, WeightsWarning)]
         if raised is not None or found:
             assert [each.code for each in found or [raised]] == ["DPF-W01"]
-            assert (raised is None) == (face == "DistributedDataParallel"), "each face has its default"
-            return step, str(raised or found[0])
+            text = str(raised or found[0])
+            # In a step or two, what is trained may have become equal again, and only frozen ones are left.
+            meant = "No gradient of" in text and "one bit" not in text
+            assert drift.may_be_meant <= meant, text
+            assert (raised is None) == (meant or face == "DistributedDataParallel"), text
+            return step, text
         differs = rank == size - 1 and step >= START
         if differs and drift.before_step is not None:
             drift.before_step(trial)
@@ -64,7 +68,8 @@ def check(found, size, name):
     named = re.search(r"parameters? '([\w.]+)'", text)[1]
     assert named in (DRIFTS[name].named or dict(Network().named_parameters())), text
     if DRIFTS[name].named:
-        assert f"; {len(set(DRIFTS[name].named))} of 11 differ" in text, text
+        frozen = " No gradient of it is averaged." * (set(DRIFTS[name].named) <= {"frozen.weight", "frozen.bias"})
+        assert f"; {len(set(DRIFTS[name].named))} of 11 differ.{frozen} " in text, text
     if size > 2:
         assert f"Rank {size - 1} differs from the {size - 1} others, which are equal" in text, text
     else:
