@@ -2,7 +2,8 @@
 
 `python -m bench.architectures` writes them to `bench/sizes/`, one file per network, which the benchmarks read.
 Sources: ResNet-50, arXiv 1512.03385 with torchvision's names; BERT-large uncased with pooler, arXiv 1810.04805;
-GPT-2 small with tied head, Radford et al. 2019; ViT-L/16 at 224 pixels, arXiv 2010.11929 with torchvision's names.
+GPT-2 small with tied head, Radford et al. 2019; ViT-L/16 at 224 pixels, arXiv 2010.11929 with torchvision's names;
+Llama 2 with 7 B parameters, arXiv 2307.09288.
 """
 
 from __future__ import annotations
@@ -11,7 +12,17 @@ import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-__all__ = ["ARCHITECTURES", "FOLDER", "Parameter", "bert_large", "gpt2", "resnet50", "tiny_2000", "vit_large"]
+__all__ = [
+    "ARCHITECTURES",
+    "FOLDER",
+    "Parameter",
+    "bert_large",
+    "gpt2",
+    "llama_7b",
+    "resnet50",
+    "tiny_2000",
+    "vit_large",
+]
 
 FOLDER = Path(__file__).parent / "sizes"
 
@@ -91,6 +102,23 @@ def vit_large() -> Iterator[Parameter]:
         yield from _linear(f"{layer}.mlp.3", 4 * hidden, hidden)
     yield from _norm("encoder.ln", hidden)
     yield from _linear("heads.head", hidden, 1000)
+
+
+def llama_7b() -> Iterator[Parameter]:
+    """291 parameters, 6,738,415,616 elements. Too many for the benchmarks of kernels, so no file has them."""
+    hidden, inside = 4096, 11008
+    yield "embed_tokens.weight", (32000, hidden)
+    for index in range(32):
+        layer = f"layers.{index}"
+        for part in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            yield f"{layer}.self_attn.{part}.weight", (hidden, hidden)
+        yield f"{layer}.mlp.gate_proj.weight", (inside, hidden)
+        yield f"{layer}.mlp.up_proj.weight", (inside, hidden)
+        yield f"{layer}.mlp.down_proj.weight", (hidden, inside)
+        yield f"{layer}.input_layernorm.weight", (hidden,)
+        yield f"{layer}.post_attention_layernorm.weight", (hidden,)
+    yield "norm.weight", (hidden,)
+    yield "lm_head.weight", (32000, hidden)
 
 
 def tiny_2000() -> Iterator[Parameter]:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dpfuse.comm.collective import resolve_group
+from dpfuse.engine.plan import DEFAULT_SIZE
 from dpfuse.errors import DPFuseError
 from dpfuse.model.options import CommonOptions, SyncOptions, filled, takes_common_options
 from dpfuse.model.state_dict import (
@@ -43,8 +44,9 @@ class DataParallel(SyncedModule):
             overwrite those of the others.
         strategy: Paddle's deprecated argument, accepted for its position and ignored with a warning.
         comm_buffer_size: a bucket is sent once its gradients reach this many MB (1048576 bytes; fractions
-            are fine). 0 sends every gradient alone, `inf` one bucket per dtype. "auto" begins with 25 and calls
-            `dpfuse.autotune`, whose result is in `tuning`.
+            are fine). 0 sends every gradient alone, `inf` one bucket per dtype. None begins with 25; the buckets
+            that are made after the first backward may be larger by a tenth of the model, on GPUs and between
+            machines. "auto" begins with 25 and calls `dpfuse.autotune`, whose result is in `tuning`.
         last_comm_buffer_size: the same, in MB, for the bucket that is sent when backward ends.
         find_unused_parameters: True leaves out the warning that names parameters without gradient. A
             bucket then waits only for those that the graph of the backward reaches.
@@ -81,7 +83,7 @@ class DataParallel(SyncedModule):
         self,
         layers: nn.Module,
         strategy: Any = None,
-        comm_buffer_size: float | Literal["auto"] = 25,
+        comm_buffer_size: float | Literal["auto"] | None = None,
         last_comm_buffer_size: float = 1,
         find_unused_parameters: bool = False,
         group: dist.ProcessGroup | None = None,
@@ -98,7 +100,7 @@ class DataParallel(SyncedModule):
         self.module = layers
         auto = isinstance(comm_buffer_size, str) and comm_buffer_size == "auto"
         self._options = SyncOptions(
-            25 if auto else comm_buffer_size,  # type: ignore[arg-type]
+            DEFAULT_SIZE if auto else comm_buffer_size,  # type: ignore[arg-type]
             last_comm_buffer_size,
             find_unused_parameters,
             gradient_as_bucket_view,

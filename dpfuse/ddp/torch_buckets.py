@@ -8,12 +8,11 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from dpfuse.engine.plan import MB, BucketRule, size_in_bytes
+from dpfuse.engine.plan import DEFAULT_SIZE, MB, BucketRule, size_in_bytes
 from dpfuse.exclusions import refuse
 
 __all__ = ["BucketSizes", "rule_of"]
 
-DEFAULT_CAP_MB = 25
 SMALL_CAP_MB = 1
 
 
@@ -52,7 +51,7 @@ class BucketSizes:
             caps = tuple(size_in_bytes(cap, "each of bucket_cap_mb_list") for cap in cap_mb_list)
             return cls(max(cap_mb_list), max(cap_mb_list), caps)
         if cap_mb is None or cap_mb == "auto":
-            return cls(DEFAULT_CAP_MB, SMALL_CAP_MB, auto=cap_mb is not None)
+            return cls(DEFAULT_SIZE, SMALL_CAP_MB, auto=cap_mb is not None)
         size_in_bytes(cap_mb, "bucket_cap_mb")
         return cls(cap_mb, cap_mb)
 

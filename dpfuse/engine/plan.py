@@ -21,6 +21,7 @@ from dpfuse.errors import DPFuseError
 
 __all__ = [
     "ALIGNMENT",
+    "DEFAULT_SIZE",
     "MB",
     "NO_WISHES",
     "PLAN_FORMAT",
@@ -38,6 +39,7 @@ __all__ = [
 ]
 
 MB = 1 << 20
+DEFAULT_SIZE = 25  # MB of a bucket, where a program has passed none
 PLAN_FORMAT = "dpfuse plan 1"
 ALIGNMENT = 16  # bytes; one 128-bit load or store never straddles two slots
 
@@ -49,7 +51,7 @@ class BucketRule:
     Example:
         >>> from dpfuse.engine.plan import BucketRule
         >>> BucketRule(caps=(1 << 20, 25 << 20))
-        BucketRule(caps=(1048576, 26214400), delayed=(), behind='', ramp_ranks=0)
+        BucketRule(caps=(1048576, 26214400), delayed=(), behind='', ramp_ranks=0, grows=False)
     """
 
     caps: tuple[float, ...] = ()  # bytes, in the order of communication; the last repeats; they replace the sizes
@@ -57,6 +59,8 @@ class BucketRule:
     behind: str = ""  # the name of the parameter behind whose bucket they are sent
     # The number of ranks if `rebuild_plan` cuts by `ramp.py`, else 0. The first plan does not depend on it.
     ramp_ranks: int = field(default=0, compare=False)
+    # Whether the program has passed no cap, so that `rebuild_plan` lets it grow with the model where that is best.
+    grows: bool = field(default=False, compare=False)
 
 
 NO_WISHES = BucketRule()
@@ -368,6 +372,8 @@ def _arrange(
     else:
         total, cap = sum(specs[index].nbytes for index in walk), plan.comm_buffer_size
         ramp = ON_GPU if specs[0].device != "cpu" else ON_SHARED_CORES if one_machine else ON_CPU
+        if rule.grows and ramp_ranks:
+            cap += total / ramp.share
         limits = ramp_limits(total, cap, plan.last_comm_buffer_size, ramp_ranks, ramp)
         groups = [*assign_buckets(specs, limits, walk[::-1])[::-1], *assign_buckets(specs, [cap], never)[::-1]]
     if delayed:

@@ -11,15 +11,20 @@ __all__ = ["ON_CPU", "ON_GPU", "ON_SHARED_CORES", "Ramp", "ramp_limits"]
 class Ramp(NamedTuple):
     """The numbers of the rule. How they were chosen: docs/measurements/bucket_rules.md."""
 
-    parts: int = 4  # a full bucket has this part of the model, if its cap allows it
-    end: int = 4  # the first bucket sent, and the last one, have this part of a full bucket
+    parts: int = 5  # a full bucket has this part of the model, if its cap allows it
+    end: int = 3  # the first bucket sent, and the last one, have this part of a full bucket
     growth: float = 2  # from one bucket to the next, from both ends towards the middle
-    least: float = 1 << 20  # bytes of a full bucket, at least
+    least: float = 1 << 19  # bytes of a full bucket, at least
     ranks: int = 1024  # beyond so many, the least grows with the square root of the number of ranks
+    # Bytes of the model for one more byte of the cap, where the program has passed none. While backward runs, the raw
+    # gradients of a bucket live until it is packed: so the worst moment needs a tenth of all gradients more at most.
+    share: float = 10
 
 
-ON_GPU, ON_CPU = Ramp(), Ramp(least=1 << 22)  # a collective on CPUs takes time from backward itself
-ON_SHARED_CORES = Ramp(least=math.inf)  # of one machine: there nothing overlaps, so few buckets are best
+ON_GPU = Ramp()
+ON_CPU = Ramp(parts=4, end=4, least=1 << 22)  # a collective on CPUs takes time from backward itself
+# Of one machine: there nothing overlaps, and a bucket that fits into the caches is fastest.
+ON_SHARED_CORES = ON_CPU._replace(least=math.inf, share=math.inf)
 
 
 def ramp_limits(total: int, cap: float, last_cap: float, ranks: int, ramp: Ramp = ON_GPU) -> list[float]:
@@ -38,15 +43,15 @@ def ramp_limits(total: int, cap: float, last_cap: float, ranks: int, ramp: Ramp 
 
     Returns:
         Without a ramp two limits, of which the second repeats. They are `[last_cap, cap]` if `ranks` is 0, or if `cap`
-        is infinite or less than the least. For a model that is smaller than the smallest full bucket, the first is a
-        quarter of the model at most, unless `last_cap` allows a single bucket. For any other model the bytes are
+        is infinite or less than the least. For a model that is smaller than the smallest full bucket, the first is
+        `1 / ramp.end` of the model at most, unless `last_cap` allows a single bucket. For any other model the bytes are
         `total` together.
 
     Example:
         >>> from dpfuse.engine.ramp import ramp_limits
         >>> MB = 1 << 20
-        >>> [limit / MB for limit in ramp_limits(64 * MB, 25 * MB, MB, ranks=2)]
-        [1.0, 4.0, 8.0, 7.0, 16.0, 16.0, 8.0, 4.0]
+        >>> [limit / MB for limit in ramp_limits(60 * MB, 25 * MB, MB, ranks=2)]
+        [1.0, 4.0, 8.0, 11.0, 12.0, 12.0, 8.0, 4.0]
 
     Source: ours. Megatron-LM's default bucket grows with the number of ranks, too.
     """

@@ -258,7 +258,8 @@ class GradSync:
         # Gradients that are views keep the old buffers alive.
         group = self.group  # nothing may fail between the beginning of the vote and its first collective
         if self._agreed is None:
-            tensors = votes.order_tensors(order, [*marks, hidden], group)
+            one_machine = (board := board_of(group)) is not None and board.one_machine
+            tensors = votes.order_tensors(order, [*marks, hidden, not one_machine], group)
             try:
                 self._agreed = self._agree_on_buckets(*tensors, group)
             except DPFuseError as error:
@@ -276,12 +277,12 @@ class GradSync:
         """Return the buckets for the agreed ready order, with the agreed marks."""
 
         def build() -> BucketSet:
-            counts = marks.tolist()
-            self.reducer.in_use.hidden = bool(counts.pop())  # if they are on some rank
+            *counts, hidden, several_machines = marks.tolist()  # the largest of all ranks
+            self.reducer.in_use.hidden = bool(hidden)
             if any(feature.keeps_buckets for feature in self._assembly.features):
                 return self.reducer.in_use.remade(self.reducer.buckets, marks=counts)
             keeps = self.plan.tuned or self._assembly.settings.deterministic
-            one_machine = (board := board_of(self.group)) is not None and board.one_machine
+            one_machine = not several_machines
             plan = self.plan if keeps else rebuild_plan(self.plan, votes.order_in(order), one_machine=one_machine)
             return self._remade(plan, counts)
 
@@ -289,7 +290,7 @@ class GradSync:
         return votes.agree_on_success(build, group, BUCKETS)
 
     def _decline(self) -> None:
-        nothing = votes.order_tensors([], [0] * (len(self.params) + 1), self.group)
+        nothing = votes.order_tensors([], [0] * (len(self.params) + 2), self.group)
         votes.agree_on_order(*nothing, self.group, self.source)
         error = DPFuseError("its backward was interrupted after the gradients were averaged")
         votes.report_failure(error, self.group, BUCKETS)

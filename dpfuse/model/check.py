@@ -15,7 +15,7 @@ from dpfuse.engine.autograd import hooks_on
 from dpfuse.engine.averaging import averaging_for
 from dpfuse.engine.local_part import leaf_of, local_of
 from dpfuse.engine.param_spec import describe_parameters, grad_dtype_of
-from dpfuse.engine.plan import BucketPlan, plan_buckets
+from dpfuse.engine.plan import DEFAULT_SIZE, BucketPlan, plan_buckets
 from dpfuse.engine.user_line import warn_at_user
 from dpfuse.model.divided import check_divided, words_of_division
 from dpfuse.model.plan_file import fitted, given_plan, plan_digest
@@ -72,8 +72,10 @@ def check_module(
     _check_grad_dtypes(trainable)
     specs = [spec for spec in describe_parameters(module, kept=kept) if spec.name in trainable]
     ramp_ranks = group.size() if group is not None and options.common["plan"] == "ramp" else 0
-    rule = replace(options.rule, ramp_ranks=ramp_ranks)
-    plan = plan_buckets(specs, options.comm_buffer_size, options.last_comm_buffer_size, rule=rule)
+    size = options.comm_buffer_size
+    rule = replace(options.rule, ramp_ranks=ramp_ranks, grows=size is None)
+    size = DEFAULT_SIZE if size is None else size
+    plan = plan_buckets(specs, size, options.last_comm_buffer_size, rule=rule)
     plan = _given(options, plan, changed=bool(ours))
     devices = {str(param.device): name for name, param in reversed(trainable.items())}
     if len(devices) > 1:

@@ -204,9 +204,9 @@ class CommonOptions(TypedDict, total=False):
         Option(
             "ramp",
             "how gradients are put into buckets after the first synchronised backward, which shows their order. "
-            '"ramp" makes the first and the last bucket small and those between them a quarter of the model, within '
+            '"ramp" makes the first and the last bucket small and those between them a fifth of the model, within '
             'the sizes that were passed. "greedy" fills each bucket up to its size, as before that backward. '
-            "Models of less than 1 MB, or 4 MB on a CPU, are always cut like that. A `BucketPlan`, or the path of a "
+            "Models of less than 512 KB, or 4 MB on a CPU, are always cut like that. A `BucketPlan`, or the path of a "
             "file that `plan.save()` wrote, gives the buckets themselves, from the first backward on.",
             _rule_or_plan,
         ),
@@ -289,7 +289,7 @@ def takes_common_options(face: Face) -> Face:
 class SyncOptions:
     """The wrapper's options; sizes in MB of 1048576 bytes. Their meaning is documented where users pass them."""
 
-    comm_buffer_size: float
+    comm_buffer_size: float | None  # None begins with `DEFAULT_SIZE`, and is larger later where that is best
     last_comm_buffer_size: float
     find_unused_parameters: bool
     gradient_as_bucket_view: bool

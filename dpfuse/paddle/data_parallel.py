@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
-from typing import Any
+from typing import Any, Literal
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import dpfuse
@@ -13,7 +15,14 @@ __all__ = ["DataParallel"]
 
 
 class DataParallel(dpfuse.DataParallel):
-    """`dpfuse.DataParallel` under Paddle's names; arguments and behaviour are the same.
+    """`dpfuse.DataParallel` under Paddle's names; arguments and behaviour are the same, but for a default.
+
+    Args:
+        layers, strategy, last_comm_buffer_size, find_unused_parameters, group, options: as there.
+        comm_buffer_size: in MB; 25 by default, as in Paddle.
+
+    Raises:
+        TypeError, ValueError, DPFuseError: as there.
 
     Example:
         >>> import torch, dpfuse.paddle as paddle
@@ -28,6 +37,28 @@ class DataParallel(dpfuse.DataParallel):
 
     Source: `paddle.DataParallel`.
     """
+
+    def __init__(
+        self,
+        layers: nn.Module,
+        strategy: Any = None,
+        comm_buffer_size: float | Literal["auto"] | None = 25,
+        last_comm_buffer_size: float = 1,
+        find_unused_parameters: bool = False,
+        group: dist.ProcessGroup | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            layers, strategy, comm_buffer_size, last_comm_buffer_size, find_unused_parameters, group, **options
+        )
+
+    # The options of dpfuse, as `help` and editors show them.
+    _shown = inspect.signature(dpfuse.DataParallel.__init__)
+    __init__.__signature__ = _shown.replace(  # type: ignore[attr-defined]
+        parameters=[
+            each.replace(default=25) if name == "comm_buffer_size" else each for name, each in _shown.parameters.items()
+        ]
+    )
 
     set_dict = load_dict = dpfuse.DataParallel.set_state_dict
 

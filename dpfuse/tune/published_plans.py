@@ -5,7 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Sequence
 
-from dpfuse.engine.plan import BucketPlan, BucketRule, assign_buckets, plan_buckets, rebuild_plan, size_in_bytes
+from dpfuse.engine.plan import (
+    DEFAULT_SIZE,
+    BucketPlan,
+    BucketRule,
+    assign_buckets,
+    plan_buckets,
+    rebuild_plan,
+    size_in_bytes,
+)
 from dpfuse.model.plan_from_groups import plan_from_groups
 from dpfuse.tune.cost import CostTable
 from dpfuse.tune.simulation import simulate
@@ -53,16 +61,17 @@ def paddle_plan(timeline: Timeline, size: float = 25, last_size: float = 1) -> B
     return rebuild_plan(plan_buckets(timeline.specs, size, last_size), timeline.order)
 
 
-def ramp_plan(timeline: Timeline, size: float = 25, last_size: float = 1, *, ranks: int) -> BucketPlan:
+def ramp_plan(timeline: Timeline, size: float | None = None, last_size: float = 1, *, ranks: int) -> BucketPlan:
     """Return the buckets that dpfuse makes after its first synchronised backward, with default options.
 
     Args:
         timeline: when gradients are ready.
-        size: `comm_buffer_size`, in MB.
+        size: `comm_buffer_size`, in MB; None lets the rule choose, as there.
         last_size: `last_comm_buffer_size`, in MB.
         ranks: their number.
     """
-    plan = plan_buckets(timeline.specs, size, last_size, rule=BucketRule(ramp_ranks=ranks))
+    rule = BucketRule(ramp_ranks=ranks, grows=size is None)
+    plan = plan_buckets(timeline.specs, DEFAULT_SIZE if size is None else size, last_size, rule=rule)
     return rebuild_plan(plan, timeline.order)
 
 

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dpfuse
 from dpfuse.comm import collective
+from dpfuse.comm.waiting import board_of
 from dpfuse.engine.bucket import BucketState
 from dpfuse.engine.plan import plan_buckets, rebuild_plan
 from dpfuse.liveness import start
@@ -109,6 +110,15 @@ def test_the_first_synchronised_backward_makes_the_ends_of_the_order_small(ranks
 def test_ranks_that_share_the_cores_of_one_machine_get_few_buckets(ranks):
     for plans in ranks(ramps, 1):
         assert plans[:5] == plans[5:]
+
+
+def test_ranks_that_see_their_machines_otherwise_cut_the_same_buckets(rank, size):
+    net = nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(8)])  # 1 MB each
+    model = dpfuse.DataParallel(net)
+    board_of(dist.group.WORLD).one_machine = rank == 0
+    for _ in range(2):
+        model(torch.ones(2, 512)).sum().backward()
+    assert [len(bucket.params) for bucket in model.bucket_plan.buckets] == [1, 2, 2, 2, 1]
 
 
 def test_gradients_in_the_old_buffers_are_not_lost(rank, size):
