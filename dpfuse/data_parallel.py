@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,6 +12,7 @@ from torch import nn
 
 from dpfuse.comm.collective import resolve_group
 from dpfuse.engine.plan import DEFAULT_SIZE
+from dpfuse.engine.user_line import warn_at_user
 from dpfuse.errors import DPFuseError
 from dpfuse.model.options import CommonOptions, SyncOptions, filled, takes_common_options
 from dpfuse.model.state_dict import (
@@ -96,7 +96,7 @@ class DataParallel(SyncedModule):
         common = filled(options, DataParallel)
         super().__init__()
         if strategy is not None:
-            warnings.warn("strategy is deprecated and ignored; leave it out", DeprecationWarning, stacklevel=2)
+            warn_at_user(DeprecationWarning("strategy is deprecated and ignored; leave it out"))
         self.module = layers
         auto = isinstance(comm_buffer_size, str) and comm_buffer_size == "auto"
         self._options = SyncOptions(
@@ -217,8 +217,7 @@ def _check_single_process() -> None:
                 f"{variable}={value} announces several ranks, but there is no process group; expected one, or "
                 "every rank would train a model of its own. Call dpfuse.init_parallel_env() before wrapping."
             )
-    warnings.warn(
+    warn_at_user(
         "there is no process group: DataParallel passes calls through and averages nothing. Call "
-        "dpfuse.init_parallel_env() first if this is one of several processes.",
-        stacklevel=4,
+        "dpfuse.init_parallel_env() first if this is one of several processes."
     )

@@ -53,9 +53,11 @@ def _serve(rank: int, size: int, store_path: str) -> None:
     while (job := _received(pipe)) is not None:
         function, args = job
         # Each group that a test has made has threads, of gloo and of the heartbeat, which take time from all later tests.
-        # All ranks have answered, so no peer needs these groups any more.
-        for group in [each for each in dist.distributed_c10d._world.pg_map if each is not dist.group.WORLD]:
-            dist.destroy_process_group(group)
+        # All ranks have answered, so no peer needs these groups any more. Torch keeps meshes in caches.
+        groups = [each for each in dist.distributed_c10d._world.pg_map if each is not dist.group.WORLD]
+        for group in groups:
+            if not group.group_desc.startswith("mesh"):
+                dist.destroy_process_group(group)
         if len(sys.modules) > known:  # what was imported stays, so no collection need look at it again
             gc.collect()
             gc.freeze()

@@ -15,7 +15,7 @@ __all__ = ["DataParallel"]
 
 
 class DataParallel(dpfuse.DataParallel):
-    """`dpfuse.DataParallel` under Paddle's names; arguments and behaviour are the same, but for a default.
+    """`dpfuse.DataParallel` under Paddle's names; arguments and behaviour are the same, except one default.
 
     Args:
         layers, strategy, last_comm_buffer_size, find_unused_parameters, group, options: as there.

@@ -95,7 +95,7 @@ DIFFERENCES: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
     "comm_buffer_size": (
         {"layers": net},
         {"layers": net, "comm_buffer_size": 12.5},
-        "comm_buffer_size = 25",
+        "comm_buffer_size = None",
         "comm_buffer_size = 12.5",
     ),
     "last_comm_buffer_size": (
