@@ -191,7 +191,11 @@ MISTAKES: dict[str, Mistake] = {
         "comm_buffer_size", "got '25MB' of type str", MB, "pass for example", TypeError, comm_buffer_size="25MB"
     ),
     "a size of None": option(
-        "last_comm_buffer_size", "got None of type NoneType", MB, "pass for example", TypeError,
+        "last_comm_buffer_size",
+        "got None of type NoneType",
+        MB,
+        "pass for example",
+        TypeError,
         last_comm_buffer_size=None,
     ),
     "a negative size": option("comm_buffer_size", "got -1", "must be >= 0 MB", SIZE_REMEDY, comm_buffer_size=-1),
