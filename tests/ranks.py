@@ -52,8 +52,8 @@ def _serve(rank: int, size: int, store_path: str) -> None:
     known = 0
     while (job := _received(pipe)) is not None:
         function, args = job
-        # Each group that a test has made has threads of gloo and of the heartbeat, which take time from later tests. All
-        # ranks have answered, so no peer needs it any more. Those of meshes stay, since torch keeps meshes in caches.
+        # Each group that a test has made has threads of gloo and of the heartbeat, which take time from later tests.
+        # All ranks have answered, so no peer needs it. Those of meshes stay, since torch keeps meshes in caches.
         groups = [each for each in dist.distributed_c10d._world.pg_map if each is not dist.group.WORLD]
         for group in groups:
             if not group.group_desc.startswith("mesh"):
