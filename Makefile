@@ -26,7 +26,7 @@ NEED_WHEEL := $(NEED_DEMO) triton build hatchling
 
 demo: need := $(NEED_DEMO)
 wheel: need := $(NEED_WHEEL)
-gpu: need := $(NEED_GPU)
+gpu gpu-questions: need := $(NEED_GPU)
 test lint docs bench: need := $(NEED_ALL)
 test-all test-clients test-nightly: need := $(NEED_ALL) $(NEED_INTEGRATIONS)
 test-all test-clients test-nightly: stamp := .venv/.ready-integrations
@@ -36,7 +36,7 @@ python = $(if $(call has,$(need)),$(PYTHON),.venv/bin/python)
 stamp := .venv/.ready
 ready = @$(if $(call has,$(need)),true,$(MAKE) --no-print-directory $(stamp))
 
-.PHONY: demo wheel test test-all test-clients test-nightly test-torch test-pretended lint bench gpu docs clean
+.PHONY: demo wheel test test-all test-clients test-nightly test-torch test-pretended lint bench gpu gpu-questions docs clean
 
 demo:  ## train a network on real images on two ranks, beside torch's DDP
 	$(ready)
@@ -80,6 +80,10 @@ bench:  ## every benchmark; ends with a table and a plot in bench/out
 gpu:  ## all that needs a CUDA machine, in MINUTES; goes on where the last run of this commit stopped
 	$(ready)
 	$(if $(NCCL),LD_PRELOAD=$(NCCL)) $(python) -m bench.gpu_run --minutes $(MINUTES) --out "$(OUT)" $(if $(AGAIN),--again)
+
+gpu-questions:  ## open questions that only a CUDA machine can answer, in MINUTES, to OUT
+	$(ready)
+	$(python) -m bench.gpu_questions --minutes $(MINUTES) --out "$(OUT)"
 
 docs:  ## the HTML pages, in docs/_build
 	$(ready)

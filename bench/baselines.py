@@ -149,14 +149,14 @@ UNPACKS: dict[str, tuple[Callable[[PackSet], None], Callable[[PackSet], Tensor]]
 }
 
 
-def wrappers(comm_buffer_size: float = 25, last_comm_buffer_size: float = 1) -> dict[str, Wrap]:
+def wrappers(comm_buffer_size: float | None = None, last_comm_buffer_size: float = 1) -> dict[str, Wrap]:
     """Return the bare module twice (their difference is noise), dpfuse's two classes, and every mode of this DDP.
 
     The default arguments of `DataParallel` make views, those of the drop-in `DistributedDataParallel` private
     gradients. Buffers are not broadcast: DDP would pay for it in every forward.
 
     Args:
-        comm_buffer_size: of `DataParallel`, in MB; DDP's default is also 25.
+        comm_buffer_size: of `DataParallel`, in MB; None is its default.
         last_comm_buffer_size: of `DataParallel`, in MB.
     """
 

@@ -33,6 +33,7 @@ __all__ = [
 # What each backward that Python starts, and each backward of a user's autograd function, goes through.
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
 _OWN_BACKWARD = torch.autograd.function.BackwardCFunction.apply.__code__
+_queue_callback: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 WHY_UNTRACED = "dpfuse notes here that a backward begins; under compiled autograd, compile without fullgraph=True"
 
 
@@ -213,6 +214,10 @@ class BackwardWatch:
 
     Args:
         reached: called with the note of a forward, when a backward first reaches its outputs.
+
+    Attributes:
+        unopened: gradients of outputs that a backward has reached, as long as it is not open. A hook in C puts them
+            here before any line runs that may raise.
     """
 
     def __init__(self, reached: Callable[[int], None] = lambda _note: None) -> None:
@@ -221,15 +226,13 @@ class BackwardWatch:
         self._task: weakref.ref[_Callback] | None = None
         self._waiting: weakref.ref[_Callback] | None = None  # to open a backward at its end
         self._leaves: list[RemovableHandle] = []
-        # Gradients of outputs that a backward has reached, as long as it is not open. A hook in C puts them here
-        # before any line runs that may raise.
-        self._hooked: list[Tensor] = []
-        self.hooked = self._hooked.append
+        self.unopened: list[Tensor] = []
+        self.hooked = self.unopened.append
 
     def look_back(self) -> None:
         """Notice that a backward has died at its first hook, before anything else was noted of it."""
-        if self._hooked and self._task is None and self.listener is not None and not backward_runs():
-            self._hooked.clear()
+        if self.unopened and self._task is None and self.listener is not None and not backward_runs():
+            self.unopened.clear()
             self.listener.abandon(opened=False)
 
     def watch(self, outputs: Any, note: int = 0) -> bool:
@@ -270,10 +273,10 @@ class BackwardWatch:
             try:
                 listener.settle(announced=announcer is not None)
             except DPFuseError:
-                self._hooked.clear()  # all ranks are told, so nothing is left of this backward
+                self.unopened.clear()  # all ranks are told, so nothing is left of this backward
                 raise
         try:
-            self._hooked.clear()
+            self.unopened.clear()
             if announcer is not None and announcer.new:
                 announcer.new = False
                 self.reached(announcer.note)
@@ -298,7 +301,7 @@ class BackwardWatch:
         listener.open(announced=announced)
         task = partial(self._end, partial(_reaches_leaves, node))
         self._task = weakref.ref(task, self._died)
-        torch.autograd.Variable._execution_engine.queue_callback(task)
+        _queue_callback(task)
         if compiled is not None:
             EndOfCompiledBackward(compiled, lambda leaves: self._end(lambda: leaves))
 
@@ -317,7 +320,7 @@ class BackwardWatch:
             return
         task = partial(self._begin_late, partial(_reaches_leaves, node))
         self._waiting = weakref.ref(task, self._died_early)
-        torch.autograd.Variable._execution_engine.queue_callback(task)
+        _queue_callback(task)
 
     leave_untraced(begin_at_end, calls=True, reason=WHY_UNTRACED)
 

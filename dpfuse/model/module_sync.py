@@ -234,7 +234,9 @@ class ModuleSync:
         """
         reducer, window = self.grads.reducer, self.window
         self.grads.track.begin(reducer.completed)
-        self.grads.listening.watch.look_back()
+        watch = self.grads.listening.watch
+        if watch.unopened:
+            watch.look_back()
         if reducer.phase is ABANDONED:
             reducer.drain()
             if self.factors.weight.value is not None:

@@ -47,7 +47,8 @@ class _Look(NamedTuple):
     known: dict[int, _Known]  # its parameters, by id
     names: set[str]  # of them, also the second names of those that occur twice
     frozen: list[nn.Parameter]  # those whose unfreezing must be noticed
-    tables: list[dict[str, Any]]  # of each module: its parameters, its children
+    empty: list[dict[str, Any]]  # of modules without parameters of their own, or without children: those tables
+    tables: list[dict[str, Any]]  # of each module: its parameters, its children, if it has any
     copies: list[dict[str, Any]]  # of the tables
     delicate: Sequence[ValuesView[Any]]  # parameters that may be equal to others, as the tables show them now
     held: list[Any]  # these, as they were
@@ -123,6 +124,7 @@ class ModelSignature:
         now = self._now
         return (
             not now.untold
+            and not any(now.empty)
             and _same(now.tables, now.copies)
             and (not now.delicate or all(map(is_, chain.from_iterable(now.delicate), now.held)))
             and (_addresses(now.samples) == now.addresses or self._only_moved(now))
@@ -209,7 +211,7 @@ class ModelSignature:
         }
         children = list(module.modules())
         tables: list[dict[str, Any]] = [table for child in children for table in (child._parameters, child._modules)]
-        nothing: dict[str, Any] = {}  # one for all that are empty: what is not touched stays out of the caches
+        filled = [table for table in tables if table]
         # Each shows what is there whenever it is read; as long as the copies are equal, they are as many.
         values = [child._parameters.values() for child in children]
         delicate = [each for each in values if any(map(_is_delicate, each))]
@@ -222,8 +224,9 @@ class ModelSignature:
             known=known,
             names={name for name, _ in module.named_parameters(remove_duplicate=False)},
             frozen=[each.param for each in known.values() if not each.trainable],
-            tables=tables,
-            copies=[dict(table) if table else nothing for table in tables],
+            empty=[table for table in tables if not table],
+            tables=filled,
+            copies=[*map(dict, filled)],
             delicate=delicate,
             held=[*chain.from_iterable(delicate)],
             untold=any(map(is_lazy, module.parameters()))
