@@ -27,6 +27,7 @@ NEED_WHEEL := $(NEED_DEMO) triton build hatchling
 demo: need := $(NEED_DEMO)
 wheel: need := $(NEED_WHEEL)
 gpu gpu-questions: need := $(NEED_GPU)
+gpu-questions: MINUTES = 6
 test lint docs bench: need := $(NEED_ALL)
 test-all test-clients test-nightly: need := $(NEED_ALL) $(NEED_INTEGRATIONS)
 test-all test-clients test-nightly: stamp := .venv/.ready-integrations
@@ -83,7 +84,7 @@ gpu:  ## all that needs a CUDA machine, in MINUTES; goes on where the last run o
 
 gpu-questions:  ## open questions that only a CUDA machine can answer, in MINUTES, to OUT
 	$(ready)
-	$(python) -m bench.gpu_questions --minutes $(MINUTES) --out "$(OUT)"
+	$(if $(NCCL),LD_PRELOAD=$(NCCL)) $(python) -m bench.gpu_questions --minutes $(MINUTES) --out "$(OUT)"
 
 docs:  ## the HTML pages, in docs/_build
 	$(ready)

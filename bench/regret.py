@@ -139,7 +139,7 @@ def regrets(backwards: Sequence[Backward]) -> Iterator[Cell]:
         timeline = backward.timeline
         bandwidth = sum(timeline.nbytes) / (share * timeline.backward_end)
         cost = CostTable.affine(latency, bandwidth)
-        # The planner knows no time of the host. It is given as a part of the start-up time, and as none.
+        # It knows no time of the host: it plans with each as a part of the start-up time. The best plan counts.
         best = [optimal_plan(timeline, CostTable.affine(latency + host, bandwidth)) for host in HOST]
         for host in HOST:
             least = min(simulate(delayed(timeline, plan, host), plan, cost).end for plan in best)

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 
 from dpfuse.comm.collective import resolve_group
-from dpfuse.engine.plan import DEFAULT_SIZE
 from dpfuse.engine.user_line import warn_at_user
 from dpfuse.errors import DPFuseError
 from dpfuse.model.options import CommonOptions, SyncOptions, filled, takes_common_options
@@ -46,7 +45,7 @@ class DataParallel(SyncedModule):
         comm_buffer_size: a bucket is sent once its gradients reach this many MB (1048576 bytes; fractions
             are fine). 0 sends every gradient alone, `inf` one bucket per dtype. None begins with 25; the buckets
             that are made after the first backward may be larger by a tenth of the model, on GPUs and between
-            machines. "auto" begins with 25 and calls `dpfuse.autotune`, whose result is in `tuning`.
+            machines. "auto" begins as None and calls `dpfuse.autotune`, whose result is in `tuning`.
         last_comm_buffer_size: the same, in MB, for the bucket that is sent when backward ends.
         find_unused_parameters: True leaves out the warning that names parameters without gradient. A
             bucket then waits only for those that the graph of the backward reaches.
@@ -100,7 +99,7 @@ class DataParallel(SyncedModule):
         self.module = layers
         auto = isinstance(comm_buffer_size, str) and comm_buffer_size == "auto"
         self._options = SyncOptions(
-            DEFAULT_SIZE if auto else comm_buffer_size,  # type: ignore[arg-type]
+            None if auto else comm_buffer_size,  # type: ignore[arg-type]
             last_comm_buffer_size,
             find_unused_parameters,
             gradient_as_bucket_view,

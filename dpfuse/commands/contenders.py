@@ -17,7 +17,7 @@ from dpfuse.tune import Timeline, ramp_plan
 __all__ = ["ALONE", "DEFAULT", "TUNED", "Contender", "Sizes", "changes", "contenders", "without_duplicates"]
 
 Sizes = tuple[float, float]  # comm_buffer_size and last_comm_buffer_size in MB
-DEFAULT: Sizes = (25.0, 1.0)
+DEFAULT: Sizes = (25.0, 1.0)  # 25 stands for the default, with which buckets may be larger later
 ALONE, TUNED = "no averaging", "tuned"
 DDP_MODES: dict[str, dict[str, Any]] = {"torch DDP": {}, "torch DDP, views": {"gradient_as_bucket_view": True}}
 
@@ -50,7 +50,10 @@ class Contender:
         if self.sizes is None:
             return module
         return dpfuse.DataParallel(
-            module, comm_buffer_size=self.sizes[0], last_comm_buffer_size=self.sizes[1], find_unused_parameters=True
+            module,
+            comm_buffer_size=_passed(self.sizes[0]),
+            last_comm_buffer_size=self.sizes[1],
+            find_unused_parameters=True,
         )
 
     def use_plan(self, wrapped: nn.Module) -> None:
@@ -93,8 +96,13 @@ def without_duplicates(grid: Iterable[Sizes], timeline: Timeline, ranks: int) ->
     """
     kept: dict[str, Sizes] = {}
     for sizes in sorted({DEFAULT, *grid}, key=lambda sizes: (changes(sizes), sizes)):
-        kept.setdefault(ramp_plan(timeline, *sizes, ranks=ranks).layout, sizes)
+        plan = ramp_plan(timeline, _passed(sizes[0]), sizes[1], ranks=ranks)
+        kept.setdefault(plan.layout, sizes)
     return sorted(kept.values())
+
+
+def _passed(size: float) -> float | None:
+    return None if size == DEFAULT[0] else size
 
 
 def changes(sizes: Sizes) -> int:

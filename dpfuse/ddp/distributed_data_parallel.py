@@ -60,8 +60,8 @@ class DistributedDataParallel(TorchHooks, Joinable):
         init_sync: False trusts that all ranks hold the same model: nothing is compared or sent.
         process_group: None is the default group.
         bucket_cap_mb: MB (1048576 bytes) at which a bucket is sent; None is 25, with 1 for the last one, and after the
-            first backward a tenth of the model more, on GPUs and between machines. "auto" begins with 25 and 1, and
-            calls `dpfuse.autotune`, whose result is in `tuning`.
+            first backward a tenth of the model more, on GPUs and between machines. "auto" begins as None, and calls
+            `dpfuse.autotune`, whose result is in `tuning`.
         find_unused_parameters: True leaves out the warning that names unused parameters. They get the right mean
             either way. A bucket then waits only for those that the graph of the backward reaches.
         check_reduction: deprecated in torch, ignored.
@@ -173,7 +173,7 @@ class DistributedDataParallel(TorchHooks, Joinable):
         self.require_forward_param_sync = True
         self.forward_sync_buffers = each_forward
         self._options = SyncOptions(
-            None if bucket_cap_mb is None and not sizes.caps else sizes.cap_mb,
+            None if bucket_cap_mb in (None, "auto") and not sizes.caps else sizes.cap_mb,
             sizes.small_mb,
             find_unused_parameters,
             gradient_as_bucket_view,

@@ -17,7 +17,7 @@ class Ramp(NamedTuple):
     least: float = 1 << 19  # bytes of a full bucket, at least
     ranks: int = 1024  # beyond so many, the least grows with the square root of the number of ranks
     # Bytes of the model for one more byte of the cap, where the program has passed none. While backward runs, the raw
-    # gradients of a bucket live until it is packed: so the worst moment needs a tenth of all gradients more at most.
+    # gradients of a bucket live until it is packed: so the worst moment needs about a tenth of all gradients more.
     share: float = 10
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import is_
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,14 +38,17 @@ class OptimizerRules:
         self._suspect = suspect
         self._rules: tuple[LocalRest, LocalSteps] | None = None
         self._missed = 0  # steps without a gradient to look at
-        self._rates: list[float] | None = None  # at the last step, of groups whose rate is a number of the host
+        self._rates: list[Any] | None = None  # at the last step, of all groups
 
     def rates_changed(self, optimizer: Optimizer) -> bool:
         """Whether a learning rate is another one than at the last step."""
-        found = (group.get("lr") for group in optimizer.param_groups)
-        rates = [rate for rate in found if type(rate) is float]
+        rates = [group.get("lr") for group in optimizer.param_groups]
         before, self._rates = self._rates, rates
-        return before is not None and before != rates
+        if before is None or (len(before) == len(rates) and all(map(is_, before, rates))):
+            return False
+        # Those on a device are not read.
+        now, then = ([rate for rate in each if type(rate) is float] for each in (rates, before))
+        return now != then
 
     def before_step(self, optimizer: Optimizer, spares: Sequence[WatchedGradient]) -> None:
         """Have the rules look.

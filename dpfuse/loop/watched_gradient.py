@@ -120,13 +120,15 @@ class WatchedGradient:
             self.bits = sample_of(grad)
 
     def mean_ends(self) -> None:
-        """Note the end of a synchronised backward."""
+        """Note the end of a synchronised backward. It repeats `_mark` and `_written`, since each step runs it."""
         grad = self.param.grad
-        self._mark(grad)
+        if grad is None or grad.is_inference():
+            self._mark(grad)
+        else:
+            self._seen, self._count = id(grad), grad._version
         if grad is not None:
-            self._written()
-            self.has_mean = True
-            self.rest, self.bits = 0, None
+            self.length = 1 if self._stepped else self.length + 1
+            self._stepped, self.has_mean, self.rest, self.bits = False, True, 0, None
 
     def _written(self) -> None:
         self.length = 1 if self._stepped else self.length + 1
@@ -178,6 +180,8 @@ def are_comparable(before: Sample, now: Sample) -> bool:
     """Whether two samples of a tensor have as many elements, of one dtype, on one device."""
     if before.dtype is not now.dtype or len(before.memory) != len(now.memory):
         return False
+    if type(before.memory) is bytes and type(now.memory) is bytes:
+        return True
     devices = {each.memory.device.type if isinstance(each.memory, Tensor) else "cpu" for each in (before, now)}
     return len(devices) == 1
 

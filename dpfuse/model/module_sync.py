@@ -326,8 +326,11 @@ class ModuleSync:
 
     @property
     def differing_weights(self) -> dict[str, int]:
-        """Parameters in which the ranks are known to differ, each with the averaged backward of which that is known."""
-        return {} if self.weights is None else self.weights.known
+        """Parameters in which the ranks are known to differ, each with the averaged backward of which that is known.
+
+        Frozen ones, of which each rank may have its own, are not among them.
+        """
+        return {} if self.weights is None else self.weights.wrong
 
     @property
     def late_ranks(self) -> dict[str, float]:

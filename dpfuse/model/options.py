@@ -204,10 +204,10 @@ class CommonOptions(TypedDict, total=False):
         Option(
             "ramp",
             "how gradients are put into buckets after the first synchronised backward, which shows their order. "
-            '"ramp" makes the first and the last bucket small and those between them a fifth of the model, within '
-            'the sizes that were passed. "greedy" fills each bucket up to its size, as before that backward. '
-            "Models of less than 512 KB, or 4 MB on a CPU, are always cut like that. A `BucketPlan`, or the path of a "
-            "file that `plan.save()` wrote, gives the buckets themselves, from the first backward on.",
+            '"ramp" makes the first and the last bucket small and those between them a fifth of the model, or a '
+            'quarter on CPUs, within the sizes that were passed. "greedy" fills each bucket up to its size, as before '
+            "that backward. Models of less than 512 KB, or 4 MB on a CPU, are always cut like that. A `BucketPlan`, or "
+            "the path of a file that `plan.save()` wrote, gives the buckets themselves, from the first backward on.",
             _rule_or_plan,
         ),
     ]
@@ -309,8 +309,8 @@ class SyncOptions:
         common = self.common
         if isinstance(self.comm_buffer_size, str):
             raise TypeError(
-                f'comm_buffer_size must be a number of MB or "auto", got {self.comm_buffer_size!r} of type str; pass '
-                "for example comm_buffer_size=25"
+                f'comm_buffer_size must be a number of MB, None or "auto", got {self.comm_buffer_size!r} of type str; '
+                "pass for example comm_buffer_size=25"
             )
         for name in ("find_unused_parameters", "gradient_as_bucket_view", "broadcast_buffers"):
             _flag(name, getattr(self, name))

@@ -47,8 +47,8 @@ class _Look(NamedTuple):
     known: dict[int, _Known]  # its parameters, by id
     names: set[str]  # of them, also the second names of those that occur twice
     frozen: list[nn.Parameter]  # those whose unfreezing must be noticed
-    empty: list[dict[str, Any]]  # of modules without parameters of their own, or without children: those tables
-    tables: list[dict[str, Any]]  # of each module: its parameters, its children, if it has any
+    empty: list[dict[str, Any]]  # of each module, the tables that hold nothing: its parameters, its children
+    tables: list[dict[str, Any]]  # and those that hold something
     copies: list[dict[str, Any]]  # of the tables
     delicate: Sequence[ValuesView[Any]]  # parameters that may be equal to others, as the tables show them now
     held: list[Any]  # these, as they were

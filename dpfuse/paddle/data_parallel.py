@@ -60,6 +60,8 @@ class DataParallel(dpfuse.DataParallel):
         ]
     )
 
+    del _shown
+
     set_dict = load_dict = dpfuse.DataParallel.set_state_dict
 
     @property

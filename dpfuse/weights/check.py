@@ -15,7 +15,7 @@ from __future__ import annotations
 import atexit
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 from weakref import WeakSet, ref
 
@@ -25,7 +25,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dpfuse.comm import collective
-from dpfuse.engine.bucket_set import names_of
 from dpfuse.engine.comm_buffer import CommBuffer, dense_stride
 from dpfuse.engine.feature import Engine, Feature
 from dpfuse.engine.local_part import LocalPart, leaf_of
@@ -114,7 +113,9 @@ class WeightsCheck(Feature):
         self._level = level
         self._words = words
         self._hold = hold
-        self._averaged: Callable[[], list[str]] = list  # returns the parameters whose gradients are averaged, by name
+        # Returns the parameters whose gradients are averaged; None: all of them, as without an engine.
+        self._planned: Callable[[], Sequence[Tensor]] | None = None
+        self._meant: set[str] = set()  # of the known ones, those that may be meant so
         # When the model was wrapped, the ranks have compared them.
         self._strides = {name: dense_stride(tensor) for name, tensor in tensors().items()}
         self._common = set(self._strides)  # names that all ranks have, as far as is known
@@ -149,7 +150,7 @@ class WeightsCheck(Feature):
     def join(self, engine: Engine) -> None:
         """As `Feature.join`."""
         self._averages = engine
-        self._averaged = lambda: names_of(engine.plan)
+        self._planned = lambda: engine.params
         self._place = engine.layout.register("hash of the weights", BITS, compared=True)
         engine.layout.ask(self.question)
         engine.layout.ask(self._suspicion)
@@ -373,6 +374,7 @@ class WeightsCheck(Feature):
         recovered = [name for name in self.known if name not in differing]
         for name in recovered:
             del self.known[name]
+            self._meant.discard(name)
         new = [place for place in found.always if names[place] not in self.known]
         suspected, self._suspected = self._suspected, False
         cause, self._cause = self._cause, ""
@@ -384,7 +386,7 @@ class WeightsCheck(Feature):
         first = max(self._last_equal(hashing, place) for place in new)
         apart = measure(own, self._after_step, new, first, self._group, device)
         names_now = tuple(names[place] for place in new)
-        frozen = not set(self._averaged()).intersection(names_now)
+        frozen = self._are_frozen(names_now)
         finding = Drift(
             names=names_now,
             count=len(names),
@@ -406,6 +408,21 @@ class WeightsCheck(Feature):
         else:
             self._found = WEIGHTS, finding.text(rank), level
         self.known |= dict.fromkeys(finding.names, self._noticed)
+        if finding.may_be_meant:
+            self._meant |= set(finding.names)
+
+    def _are_frozen(self, names: Collection[str]) -> bool:
+        """Whether no gradient of these parameters is averaged."""
+        if self._planned is None:
+            return False
+        # By identity: a module that was put into another one gives its parameters other names.
+        planned, found = {id(leaf_of(param)) for param in self._planned()}, self._tensors()
+        return not any(id(leaf_of(found[name])) in planned for name in names if name in found)
+
+    @property
+    def wrong(self) -> dict[str, int]:
+        """What is known to differ, and is hardly meant so; as `known`."""
+        return {name: since for name, since in self.known.items() if name not in self._meant}
 
     def _count_false_alarm(self, *, looked_again: bool) -> None:
         if looked_again:
@@ -431,7 +448,7 @@ class WeightsCheck(Feature):
 
     def synchronized(self) -> None:
         """Note that all ranks have the same weights again; to be called on every rank."""
-        self.known = {}
+        self.known, self._meant = {}, set()
         # Ranks count slices by their own steps, of which one without inputs makes none. Averages are common to all.
         self._turn, self._hashed_at, self._empty = self._averages.completed, -1, 0
         self.question.due = self._suspicion.asks = self._suspected = False

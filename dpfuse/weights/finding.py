@@ -111,6 +111,8 @@ class Drift:
             cause: what a rank has seen that may have made them differ, in sentences.
         """
         remedy = REMEDY.format(first=self.first + 1, how=self.words.synchronize)
+        look = "If each rank is to have its own, ignore this warning. Else: " if self.may_be_meant else ""
+        look += LOOK
         if cause:
             return (
                 f"{REST}: rank {rank}: {cause} After the step the weights of the ranks differ. {self._which()} "
@@ -119,7 +121,7 @@ class Drift:
         return (
             f"{WEIGHTS}: rank {rank}: the weights of the ranks differ after the optimizer's step, expected equal bits. "
             f"They became different after {self.words.averaged} {self.first} and before {self.last}. {self._which()} "
-            f"{self._ranks()} {self._distance()} {self._kind()}{LOOK}{remedy}"
+            f"{self._ranks()} {self._distance()} {self._kind()}{look}{remedy}"
         )
 
     def _which(self) -> str:

@@ -65,6 +65,7 @@ def test_a_drift_is_named(rank, size, name):
     ((step, text),) = train(rank, START + BOUND + 1, module, optimizer, step_of)
     assert START < step <= START + BOUND
     assert text.startswith(f"DPF-W01: rank {rank}: the weights of the ranks differ after the optimizer's step")
+    assert "No gradient of" not in text
     pattern = r"different after the call of fused_allreduce_gradients\(\) (\d+) and before (\d+)"
     first, last = map(int, re.search(pattern, text).groups())
     assert first <= START + 1 < last <= step + 1, text

@@ -77,9 +77,9 @@ def flips(rank, size, rounds):
         count = sum(int(re.search(r"; (\d+) of 12 differ", text)[1]) for text in trained.told)
         assert count == len(flipped) == 10, trained.told
         assert found <= flipped
-        assert set(trained.model._sync.differing_weights) == flipped
+        assert set(trained.model._sync.weights.known) == flipped
         trained.model.synchronize_weights()
-        assert not trained.model._sync.differing_weights
+        assert not trained.model._sync.weights.known
 
 
 @pytest.mark.ranks(timeout=120)
@@ -135,12 +135,12 @@ def test_a_difference_that_a_program_takes_back_is_no_longer_known(rank, size):
     if rank == 1:
         trained.net.still[3].data[0, 0] += 1
     trained.step(BOUND)
-    assert [*trained.model._sync.differing_weights] == ["still.3"]
+    assert [*trained.model._sync.weights.known] == ["still.3"]
     if rank == 1:
         trained.net.still[3].data[0, 0] -= 1
         trained.net.still[3].data.copy_(Net().still[3])
     trained.step(LOOK_AGAIN + 2)
-    assert not trained.model._sync.differing_weights
+    assert not trained.model._sync.weights.known
     if rank == 1:
         trained.net.still[3].data[0, 0] += 1
     trained.step(BOUND)
@@ -263,14 +263,14 @@ def test_a_checkpoint_and_the_metrics_tell_of_a_known_difference(rank, size, tmp
     trained.step(2)
     assert "weights_differ_since" not in trained.model.metrics()
     dpfuse.save_checkpoint(folder, trained.model, step=1)
-    trained.net.still[2].data.add_(rank)
+    trained.net.layer.weight.data.add_(rank)
     trained.step(BOUND)
     since = trained.model.metrics()["weights_differ_since"]
     assert 2 < since <= BOUND + 2
     with pytest.warns(WeightsWarning, match=f"DPF-W01: rank {rank}: a checkpoint is saved while the weights") as caught:
         dpfuse.save_checkpoint(folder, trained.model, step=2)
     text = str(caught[0].message)
-    assert f"parameter 'still.2' differs since averaged backward {since:.0f}" in text
+    assert f"parameter 'layer.weight' differs since averaged backward {since:.0f}" in text
     trained.model.synchronize_weights()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -334,3 +334,25 @@ def test_a_rank_that_left_out_a_step_hashes_with_the_others_again(rank, size):
         flip(trained.net.still[2], 4, 3)
     trained.step(BOUND)
     assert trained.named() == ["still.2"]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_frozen_ones_of_each_rank_are_a_warning_that_says_so_and_trained_ones_an_error(rank, size, compiled):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 2))
+    trained = Trained(rank, net=nn.ModuleDict({"layer": net}), check_training="raise")
+    trained.model.module.forward = net.forward
+    if compiled:  # this gives the parameters other names, and is no change of the model
+        net[2] = torch.compile(net[2], backend="eager")
+    net[1].weight.data.fill_(rank)
+    trained.step(BOUND)
+    (text,) = trained.told
+    assert "It is parameter 'layer.1.weight'; 1 of 6 differ. No gradient of it is averaged." in text
+    assert "If each rank is to have its own, ignore this warning." in text
+    assert [*trained.model._sync.weights.known] == ["layer.1.weight"]
+    assert trained.model._sync.differing_weights == {}, "no checkpoint warns of them"
+    if rank == 1:
+        net[2].weight.data[0, 0] += 1
+    with pytest.raises(dpfuse.DPFuseError, match=r"^DPF-W01: .*It is parameter 'layer\.2\.[\w.]*weight'; 1 of 6"):
+        trained.step(BOUND)
+    torch._dynamo.reset()
