@@ -51,6 +51,9 @@ def ranks(_pools: dict[int, RankPool]) -> Callable[..., list[Any]]:
     """
 
     def run(function: Callable[..., Any], *args: Any, size: int = 2, timeout: float = 60) -> list[Any]:
+        if size in _pools and _pools[size].crowded:
+            _pools[size].ask_to_end()
+            _pools[size].close()
         if size not in _pools or not _pools[size].healthy:
             _pools[size] = RankPool(size)
         return _pools[size].run(function, *args, timeout=timeout)

@@ -29,6 +29,8 @@ from tests.warm import warm_python
 
 __all__ = ["RankError", "RankPool", "pools_by_size"]
 
+MANY = 12  # groups of a process
+
 
 class RankError(AssertionError):
     """A function failed, ended or hung on some rank; the text carries every rank's traceback."""
@@ -53,7 +55,8 @@ def _serve(rank: int, size: int, store_path: str) -> None:
     while (job := _received(pipe)) is not None:
         function, args = job
         # Each group that a test has made has threads of gloo and of the heartbeat, which take time from later tests.
-        # All ranks have answered, so no peer needs it. Those of meshes stay, since torch keeps meshes in caches.
+        # All ranks have answered, so no peer needs it. Those of meshes stay, since torch keeps meshes in caches; where
+        # they are many, the pool is replaced.
         groups = [each for each in dist.distributed_c10d._world.pg_map if each is not dist.group.WORLD]
         for group in groups:
             if not group.group_desc.startswith("mesh"):
@@ -64,7 +67,9 @@ def _serve(rank: int, size: int, store_path: str) -> None:
             known = len(sys.modules)
         torch.manual_seed(0)
         try:
-            pipe.send(("returned", function(rank, size, *args)))
+            result = function(rank, size, *args)
+            pipe.send(("crowded" if len(dist.distributed_c10d._world.pg_map) > MANY else "returned", result))
+            del result
         except BaseException:
             pipe.send(("raised", traceback.format_exc()))
         # Models are in cycles, and each that is left would take part in every step of the tests that follow.
@@ -96,6 +101,7 @@ class RankPool:
     def __init__(self, size: int, preload: str = "tests.preload") -> None:
         self.size = size
         self.healthy = True
+        self.crowded = False  # whether it has many groups, so that another pool is faster
         self._folder = tempfile.TemporaryDirectory(prefix="dpfuse-test-")
         self._pipes: list[Connection] = []
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -150,8 +156,9 @@ class RankPool:
                     kind, value = pipe.recv()
                 except (EOFError, ConnectionResetError):  # the second one if it has not read what it was sent
                     kind, value = "ended", f"exit code {self._processes[rank].wait(patience(10))}\n{self._stacks(rank)}"
-                if kind in ("returned", "ready"):
+                if kind in ("returned", "crowded", "ready"):
                     results[rank] = value
+                    self.crowded |= kind == "crowded"
                 else:
                     failures.append(f"rank {rank} {kind}:\n{value}")
                     # The others may wait for this rank for ever; give them a moment to say so themselves.
