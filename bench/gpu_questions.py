@@ -14,7 +14,6 @@ rounds, to see that every question can be asked.
 from __future__ import annotations
 
 import argparse
-import copy
 import gc
 import json
 import random
@@ -38,6 +37,7 @@ from bench.large_models import Gpt2
 from bench.machine import describe, machine_name
 from bench.models import CUDA_MODELS, Workload, fan
 from bench.rank_group import on_ranks
+from bench.step_time import Contender, contenders_of
 from dpfuse.commands.sweep import frozen_heap
 
 __all__ = ["QUESTIONS", "Question", "main", "spans"]
@@ -82,7 +82,7 @@ def _sized() -> dict[str, Wrap]:
 
 
 @dataclass
-class _Contender:
+class _Timed:
     """One wrapped model, and what its steps took: seconds by measure."""
 
     step: Callable[[], None]
@@ -104,28 +104,19 @@ class _Contender:
             self.seconds[measure].append(seconds)
 
 
-def _contenders(build: Build, wraps: Mapping[str, Wrap]) -> dict[str, _Contender]:
+def _settled(build: Build, wraps: Mapping[str, Wrap]) -> dict[str, _Timed]:
     torch.manual_seed(0)
     with torch.device("cuda"):
         workload = build()
-    return {name: _contender(workload, wrap) for name, wrap in wraps.items()}
+    made = contenders_of(workload, wraps)
+    return {name: _timed(made[name]) for name in wraps}
 
 
-def _contender(workload: Workload, wrap: Wrap) -> _Contender:
-    module = copy.deepcopy(workload.module)
-    for param, shared in zip(module.parameters(), workload.module.parameters(), strict=True):
-        param.data = shared.data  # no step writes weights
-    wrapped, params = wrap(module), list(module.parameters())
-
-    def step() -> None:
-        workload.loss(wrapped).backward()
-        for param in params:
-            param.grad = None
-
+def _timed(contender: Contender) -> _Timed:
     for _ in range(SETTLED):
-        step()
-    reducer: Any = getattr(wrapped, "reducer", None)
-    return _Contender(step, len(reducer.buckets) if hasattr(reducer, "buckets") else 0)
+        contender.step()
+    reducer: Any = getattr(contender.wrapped, "reducer", None)  # DDP's has no buckets for Python
+    return _Timed(contender.step, len(reducer.buckets) if hasattr(reducer, "buckets") else 0)
 
 
 def compare(build: Build, wraps: Callable[[], Mapping[str, Wrap]], seconds: float) -> list[str]:
@@ -140,7 +131,7 @@ def compare(build: Build, wraps: Callable[[], Mapping[str, Wrap]], seconds: floa
         The lines of a table, in milliseconds over the bare module: fastest round minus its fastest round, and the
         median of the differences within a round.
     """
-    found, ends = _contenders(build, wraps()), monotonic() + seconds
+    found, ends = _settled(build, wraps()), monotonic() + seconds
     order, names, rounds = random.Random(0), list(found), 0
     with frozen_heap():
         while rounds < FEWEST or monotonic() < ends:
@@ -174,7 +165,7 @@ def trace(build: Build, wraps: Callable[[], Mapping[str, Wrap]], seconds: float)
         The lines of a table for each contender: counts and microseconds per step.
     """
     lines = []
-    for name, one in _contenders(build, wraps()).items():
+    for name, one in _settled(build, wraps()).items():
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
             for _ in range(TRACED):
                 torch.cuda.synchronize()

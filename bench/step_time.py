@@ -24,7 +24,7 @@ from bench.peers import backward_of
 from bench.rank_group import agreed
 from dpfuse.commands.sweep import frozen_heap
 
-__all__ = ["Effort", "StepTimes", "affordable", "time_steps"]
+__all__ = ["Contender", "Effort", "StepTimes", "affordable", "contenders_of", "time_steps"]
 
 FEWEST_ROUNDS = 5
 STEADY_STEPS = 5  # then gradients repeat their addresses, and nothing more is uploaded to a GPU
@@ -51,7 +51,9 @@ class StepTimes:
     facts: dict[str, int] = field(default_factory=dict)  # bytes and counts
 
 
-class _Contender(NamedTuple):
+class Contender(NamedTuple):
+    """One wrapped model."""
+
     module: nn.Module  # the module inside `wrapped`, or `wrapped` itself
     wrapped: nn.Module
     backward: Callable[[], None]
@@ -84,7 +86,7 @@ def time_steps(
         The fields of `StepTimes` by contender.
     """
     cuda = device == "cuda"
-    alive: list[dict[str, _Contender]] = []
+    alive: list[dict[str, Contender]] = []
     results = {name: StepTimes() for name in wraps}
     clock: Clock = cuda_clock if cuda else host_clock if dist.get_world_size() == 1 else wall_clock
     extras: dict[str, list[tuple[float, float]]] = {name: [] for name in wraps}
@@ -95,7 +97,7 @@ def time_steps(
     for param in workload.module.parameters():
         dist.broadcast(param.data, 0)  # some peers leave this to the program
     for rebuild in range(effort.rebuilds):
-        contenders = _contenders(workload, wraps, no_sync=no_sync, seed=rebuild)
+        contenders = contenders_of(workload, wraps, no_sync=no_sync, seed=rebuild)
         alive.append(contenders)
         if rebuild == 0:
             for name, contender in contenders.items():
@@ -117,13 +119,23 @@ def time_steps(
     return {name: asdict(result) for name, result in results.items()}
 
 
-def _contenders(workload: Workload, wraps: Mapping[str, Wrap], *, no_sync: bool, seed: int) -> dict[str, _Contender]:
+def contenders_of(
+    workload: Workload, wraps: Mapping[str, Wrap], *, no_sync: bool = False, seed: int = 0
+) -> dict[str, Contender]:
+    """Wrap copies of one model, which share its weights, in random order.
+
+    Args:
+        workload: the model, and its loss.
+        wraps: by contender.
+        no_sync: whether steps run inside `no_sync()`.
+        seed: of the order.
+    """
     names = list(wraps)
     random.Random(seed).shuffle(names)
     return {name: _contender(workload, wraps[name], no_sync=no_sync) for name in names}
 
 
-def _contender(workload: Workload, wrap: Wrap, *, no_sync: bool) -> _Contender:
+def _contender(workload: Workload, wrap: Wrap, *, no_sync: bool) -> Contender:
     module = copy.deepcopy(workload.module)
     # Weights are never written here, so all contenders share them. That saves memory for large models.
     for param, shared in zip(module.parameters(), workload.module.parameters(), strict=True):
@@ -143,10 +155,10 @@ def _contender(workload: Workload, wrap: Wrap, *, no_sync: bool) -> _Contender:
         for param in params:
             param.grad = None
 
-    return _Contender(module, wrapped, backward, step)
+    return Contender(module, wrapped, backward, step)
 
 
-def _facts(contender: _Contender, *, cuda: bool) -> dict[str, int]:
+def _facts(contender: Contender, *, cuda: bool) -> dict[str, int]:
     for _ in range(STEADY_STEPS):
         contender.step()
     params = [param for param in contender.module.parameters() if param.requires_grad]

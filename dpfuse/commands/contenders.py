@@ -17,7 +17,7 @@ from dpfuse.tune import Timeline, ramp_plan
 __all__ = ["ALONE", "DEFAULT", "TUNED", "Contender", "Sizes", "changes", "contenders", "without_duplicates"]
 
 Sizes = tuple[float, float]  # comm_buffer_size and last_comm_buffer_size in MB
-DEFAULT: Sizes = (25.0, 1.0)  # 25 stands for the default, with which buckets may be larger later
+DEFAULT: Sizes = (25.0, 1.0)  # 25 stands for no size, so buckets may be larger later
 ALONE, TUNED = "no averaging", "tuned"
 DDP_MODES: dict[str, dict[str, Any]] = {"torch DDP": {}, "torch DDP, views": {"gradient_as_bucket_view": True}}
 

@@ -173,7 +173,7 @@ class DistributedDataParallel(TorchHooks, Joinable):
         self.require_forward_param_sync = True
         self.forward_sync_buffers = each_forward
         self._options = SyncOptions(
-            None if bucket_cap_mb in (None, "auto") and not sizes.caps else sizes.cap_mb,
+            None if sizes.is_default else sizes.cap_mb,
             sizes.small_mb,
             find_unused_parameters,
             gradient_as_bucket_view,
@@ -188,7 +188,7 @@ class DistributedDataParallel(TorchHooks, Joinable):
         )
         self.bucket_bytes_cap = sizes.in_bytes
         self.bucket_bytes_cap_list = list(sizes.caps)
-        self.bucket_bytes_cap_default = sizes.small_mb < sizes.cap_mb
+        self.bucket_bytes_cap_default = sizes.is_default
         nn.Module.register_load_state_dict_pre_hook(self, accept_unprefixed)
         self._connect(group, fresh=init_sync)
         if self._options.autotune and self._sync is not None:

@@ -56,6 +56,11 @@ class BucketSizes:
         return cls(cap_mb, cap_mb)
 
     @property
+    def is_default(self) -> bool:
+        """Whether no size was passed: only then is there a small bucket."""
+        return self.small_mb < self.cap_mb
+
+    @property
     def in_bytes(self) -> int:
         """What torch.compile splits the graph by; its optimizer refuses less than one MB."""
         return max(MB, int(min(self.cap_mb, 1 << 40) * MB))

@@ -328,7 +328,7 @@ def rebuild_plan(plan: BucketPlan, ready_order: Sequence[int], *, one_machine: b
     """Plan the buckets again, for the order in which gradients really became ready.
 
     Args:
-        plan: the plan under which the order was observed. Its caps are kept; one that no program has passed may grow.
+        plan: the plan under which the order was observed. Its caps are kept. The default cap may grow with the model.
         ready_order: parameter indices, first ready first; a parameter left out never became ready.
         one_machine: whether all ranks are on one machine. If it has no GPUs, the ranks share its cores.
 

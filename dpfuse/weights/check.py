@@ -421,7 +421,7 @@ class WeightsCheck(Feature):
 
     @property
     def wrong(self) -> dict[str, int]:
-        """What is known to differ, and is hardly meant so; as `known`."""
+        """The known parameters without those that a program may mean to differ; as `known`."""
         return {name: since for name, since in self.known.items() if name not in self._meant}
 
     def _count_false_alarm(self, *, looked_again: bool) -> None:
