@@ -38,11 +38,11 @@ def main(path: str) -> None:
     report = json.loads(Path(path).read_text(encoding="utf-8"))
     speed, numbers = report["speed"], report["numbers"]
     count = len(report["findings"])
-    quiet = speed["noise"] <= QUIET
-    fast = f"{1 / speed['ratio']:.2f} × DDP" if quiet else f"runs differ by {speed['noise']:.0%}"
+    quiet = speed["noise"] is not None and speed["noise"] <= QUIET
+    fast = speed["short"] if quiet else "runs differ too much"
     answers = [
         ("same numbers?", ANSWERS[numbers["result"]], "" if numbers["result"] in ("equal", "close") else "bad"),
-        ("steps per second", fast, "" if quiet else "unknown"),
+        ("how fast?", fast, "" if quiet else "unknown"),
         (
             "what is wrong?",
             f"{count} finding{'s' * (count != 1)}" if count else "nothing found",
@@ -70,7 +70,7 @@ def main(path: str) -> None:
     parts += _placed(bars(times, label="where the time of a step goes", unit="%"), WIDTH - GAP - COLUMN, 140)
     machine, versions = report["machine"], report["versions"]
     facts = f"{report['ranks']} ranks on {machine['cpu']}, {machine['cores']} cores; torch {versions['torch']}, gloo; "
-    facts += f"runs of one kind differ by {speed['noise']:.0%}; drawn from the report"
+    facts += f"two runs of one kind differ by {speed['noise']:.0%}; drawn from the report"
     parts.append(f'<text x="{GAP}" y="432">{escape(facts)}</text>')
     colours = "".join(
         f".line.c{number} {{ stroke: {colour}; }} .bar.c{number}, .key.c{number} {{ fill: {colour}; }}\n"

@@ -314,11 +314,13 @@ def main() -> None:
             record_exception(error, record)
             if not isinstance(error.code, int):
                 print(_text_of(error), file=sys.stderr)  # as Python does with a SystemExit that has a text
+            sys.last_value = error  # what runs at exit sees that the program has failed
             end_within(launch.seconds_to_end, code)
             end_process(code)
     except BaseException as error:
         error = error.with_traceback(_own_frames_removed(error))
         record_exception(error, record)
+        sys.last_value = error  # as Python does
         sys.excepthook(type(error), error, error.__traceback__)
         end_within(launch.seconds_to_end, 1)
         end_process(1)

@@ -9,15 +9,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from time import perf_counter
 
+from dpfuse.engine.user_line import user_line
+
 __all__ = ["Phases"]
 
 PHASES = ("outside", "loader", "forward", "backward", "optimizer", "device", "tracing")
 
 
 class Phases:
-    """Adds up the seconds of each phase. At any time one phase runs; "outside" is the rest, such as the loss."""
+    """Adds up the seconds of each phase. At any time one phase runs; "outside" is the rest, such as the loss.
+
+    Attributes:
+        lines: of the user's code, in which each phase first began.
+    """
 
     def __init__(self) -> None:
+        self.lines: dict[str, str] = {}
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._now = "outside"
         self._since = perf_counter()
@@ -27,6 +34,8 @@ class Phases:
         now = perf_counter()
         self._seconds[self._now] += now - self._since
         self._now, self._since = phase, now
+        if phase not in self.lines:
+            self.lines[phase] = user_line()
 
     @contextmanager
     def inside(self, phase: str) -> Iterator[None]:

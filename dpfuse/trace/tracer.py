@@ -314,6 +314,11 @@ class Tracer:
             self._after_step(steps[0])
         self.phases.enter("outside")
 
+    @property
+    def since_step(self) -> int:
+        """The number of backwards since the last step of an optimizer."""
+        return len(self._backwards)
+
     def unused(self) -> dict[str, list[str]]:
         """Return, by the number of the model, the names of parameters that are trained and have got no gradient."""
         return {

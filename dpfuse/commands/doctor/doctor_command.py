@@ -25,7 +25,7 @@ from dpfuse.commands.doctor.numbers import EXACT_RANKS, judge
 from dpfuse.commands.doctor.page import page
 from dpfuse.commands.doctor.report import DoctorReport
 from dpfuse.commands.doctor.runs import TITLES, Plan, Run, run_once
-from dpfuse.commands.doctor.speed import measure
+from dpfuse.commands.doctor.speed import measure, to_try
 from dpfuse.commands.doctor.summary import summary
 from dpfuse.commands.machine import machine_facts, software_versions
 from dpfuse.commands.report_file import REPORT, make_folder
@@ -113,13 +113,15 @@ def _examined(wish: Wish, folder: Path, arguments: list[str]) -> DoctorReport:
         size = len(series.runs[0].traces)
         if size > EXACT_RANKS:
             other = series.run("torch buckets")
-        series.run("tuned")
-    runs = series.runs
+    compared = [run for run in series.runs if run.wrapper in ("torch", "dpfuse")]
     numbers = None
     if not failure:
-        by = {name: [run for run in runs if run.wrapper == name] for name in TITLES}
+        by = {name: [run for run in compared if run.wrapper == name] for name in TITLES}
         numbers = judge(by["torch"], by["dpfuse"], other, series.read_again())
-    compared = [run for run in runs if run.wrapper in ("torch", "dpfuse")]
+        trial = to_try(compared, deep)
+        if trial:  # where it fails, nothing is advised
+            series.run(trial)
+    runs = series.runs
     speed = measure(runs, deep)
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     facts: dict[str, Any] = {
@@ -133,7 +135,7 @@ def _examined(wish: Wish, folder: Path, arguments: list[str]) -> DoctorReport:
         runs,
         numbers,
         speed,
-        findings_of(compared),
+        findings_of(compared, speed),
         remarks_of(compared, speed.link),
         series.changed,
         failure,
@@ -211,7 +213,7 @@ def _keep_logs(report: DoctorReport, out: Path) -> None:
     """Copy what the ranks have printed where a run has failed."""
     for run in report.runs:
         if run.failed and run.log.exists():
-            shutil.copyfile(run.log, out / f"run{run.number}.log")
+            shutil.copyfile(run.log, out / run.kept_log)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import Any
 
 from dpfuse.commands.doctor.cut_windows import changed_gradients, lost_batches, name_list, unaveraged_step
 from dpfuse.commands.doctor.runs import Run
-from dpfuse.commands.doctor.speed import WORTH, Link
+from dpfuse.commands.doctor.speed import WORTH, Link, Speed, Timing
 from dpfuse.findings import ALONE as ALONE_CODE
 from dpfuse.findings import CHANGED_IN_WINDOW, CUT_WINDOW, EACH_AVERAGED, SAME_BATCHES, SAME_ORDER, WEIGHTS
 from dpfuse.trace.trace_file import MODULE_BUFFERS
@@ -19,6 +19,9 @@ DIFFER, SAME, ALONE = "the weights of the ranks differ", "the same batches on ev
 LEFT_OUT, BUFFERS = "a rank leaves out steps", "buffers differ between ranks"
 CHECKED = {DIFFER: WEIGHTS, SAME: SAME_BATCHES}  # dpfuse's own checks find these, too, and say more
 LOGGED = {ALONE_CODE: ALONE}  # what dpfuse logs only, and here is wrong
+SLOW_RANK, SLOW_LOADER = "a rank is slow", "the loader is slow"
+LOST = 0.1  # of a step: less is not told
+NOTICED = 5e-3  # seconds of a step: a loader of a toy takes a tenth of nothing
 SHOWN = 3  # ranks of a list
 PASSES = 3  # over a sampler that shuffles, after which its epoch was to be set
 
@@ -44,16 +47,23 @@ class Finding:
         return asdict(self)
 
 
-def findings_of(runs: Sequence[Run]) -> tuple[Finding, ...]:
+def findings_of(runs: Sequence[Run], speed: Speed | None = None) -> tuple[Finding, ...]:
     """Return what is wrong, in the order in which it was seen; the same thing in several runs counts once.
 
     Args:
         runs: all of the doctor's.
+        speed: of these runs; None where it was not measured.
     """
     said = [(run, finding) for run in runs for finding in _said(run)]
     seen = {finding.code for _, finding in said} | {finding.title for _, finding in said}
-    traced = [(run, one) for run in runs for one in _traced(run) if not {CHECKED.get(one.title), one.title} & seen]
-    return _once([*said, *traced])
+    traced = [
+        (run, one)
+        for run in runs
+        if not run.failed  # the trace of a rank that has failed is shorter, and no step was left out
+        for one in _traced(run)
+        if not {CHECKED.get(one.title), one.title} & seen
+    ]
+    return (*_once([*said, *traced]), *(_lost_time(speed.timings) if speed is not None else ()))
 
 
 def remarks_of(runs: Sequence[Run], link: Link | None) -> tuple[Finding, ...]:
@@ -69,6 +79,38 @@ def remarks_of(runs: Sequence[Run], link: Link | None) -> tuple[Finding, ...]:
     ]
     counted = [(run, finding) for run in runs for finding in _each_averaged(run, link)]
     return _once([*logged, *shown, *counted])
+
+
+def _lost_time(timings: Sequence[Timing]) -> Iterator[Finding]:
+    """Yield a rank, or else a loader, that costs much of each step in at least half of the runs."""
+    late = {one.run: one.slowest for one in timings if one.slowest and _is_much(one.slowest.seconds, one)}
+    names = [(one.rank, one.part) for one in late.values()]
+    if names:
+        often = max(names, key=names.count)
+        where = tuple(run for run, one in late.items() if (one.rank, one.part) == often)
+        if 2 * len(where) >= len(timings):
+            slowest, timing = late[where[0]], next(one for one in timings if one.run == where[0])
+            text = (
+                f"{slowest.explain()}, {slowest.seconds / timing.mean:.0%} of a step. The others wait for it. Expected "
+                "the same work on every rank: look at what this rank alone does there, at its part of the data, and at "
+                "other programs on its machine."
+            )
+            yield Finding("", SLOW_RANK, text, where)
+            return
+    waits = [one for one in timings if _is_much(one.parts["loader"], one)]
+    if waits and 2 * len(waits) >= len(timings):
+        first = waits[0]
+        line = f" ({first.lines['loader']})" if first.lines.get("loader") else ""
+        text = (
+            f"each step waits {1e3 * first.parts['loader']:.3g} ms for its batch{line}, "
+            f"{first.parts['loader'] / first.mean:.0%} of the step. Expected batches that are ready: pass more "
+            "num_workers to the DataLoader, or do less for each sample."
+        )
+        yield Finding("", SLOW_LOADER, text, tuple(one.run for one in waits))
+
+
+def _is_much(seconds: float, timing: Timing) -> bool:
+    return seconds > max(LOST * timing.mean, NOTICED)
 
 
 def _once(found: Sequence[tuple[Run, Finding]]) -> tuple[Finding, ...]:
@@ -183,6 +225,11 @@ def _left_out(run: Run) -> str | None:
     idle = [rank for rank, count in steps.items() if not count]
     if idle:
         return f"rank {idle[0]} makes no step of an optimizer, and others do" if any(steps.values()) else None
+    most = max(steps.values())
+    for rank, made in steps.items():
+        since = run.behind(rank)  # none under join(), where a rank without inputs runs no backward of its own
+        if made < most and since:
+            return f"rank {rank} made {made} of {most} steps of an optimizer, and then {since} backwards without one"
     for step in range(run.steps):
         counts = {
             rank: sum(bool(one.keys() & {"averaged", "all_averaged"}) for one in trace.steps[step]["backwards"])

@@ -60,7 +60,12 @@ def judge(torch_runs: Sequence[Run], our_runs: Sequence[Run], other: Run | None,
     first, ours = torch_runs[0], our_runs[0]
     steps = min(run.steps for run in (*torch_runs, *our_runs))
     if not steps:
-        return Numbers("unknown", "No step was compared: a run has ended before its first optimizer step.", 0)
+        run = next(run for run in (*torch_runs, *our_runs) if not run.steps)
+        idle = [rank for rank, trace in run.traces.items() if not trace.steps]
+        reason = "a run has ended before its first optimizer step"
+        if len(idle) < len(run.traces):
+            reason = f"rank {idle[0]} makes no step of an optimizer, and others do"
+        return Numbers("unknown", f"No step was compared: {reason}.", 0)
     for again in (*torch_runs[1:], *our_runs[1:]):
         before = first if again.wrapper == "torch" else ours
         found = compare(before.traces, again.traces)

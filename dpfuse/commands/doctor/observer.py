@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -41,11 +40,12 @@ from dpfuse.engine.user_line import INSIDE
 from dpfuse.errors import DPFuseError
 from dpfuse.findings import LOOP
 from dpfuse.measure.communication_times import CommunicationTimes
+from dpfuse.model.options import CommonOptions
 from dpfuse.trace.attachment import start_tracer
 from dpfuse.trace.tracer import Tracer
 from dpfuse.tune import Tuning, autotune
 
-__all__ = ["ORDER", "OVER", "UNWRAPPED", "Order", "all_done", "start"]
+__all__ = ["DONE", "ORDER", "OVER", "UNWRAPPED", "Order", "all_done", "start"]
 
 DONE, OVER = "done", "over"  # files: a rank has made its steps, of as many ranks as it says; the doctor has ended all
 UNWRAPPED = "unwrapped"  # how the file of a rank begins that has a character for each step without a wrapper
@@ -69,7 +69,8 @@ class Order:
 
     Args:
         folder: for what the ranks write.
-        wrapper: "torch", "dpfuse", "tuned" (dpfuse with its tuner) or "torch buckets" (torch with other buckets).
+        wrapper: "torch", "dpfuse", "narrow" (dpfuse that sends 16 bits), "tuned" (dpfuse with its tuner) or "torch
+            buckets" (torch with other buckets).
         steps: of an optimizer, after which the processes end.
         deep: steps with hashes of all gradients, in the beginning.
         own_ranks: whether the program starts the ranks, so that it has a process with code behind their end.
@@ -125,6 +126,7 @@ class _Observer:
         self._waits = 0  # the process whose thread waits for the others
         self._ends = threading.Lock()  # held by the thread that ends this process
         self._moved = time.monotonic()  # when a step was last made
+        self._has_moved = False  # whether one was made
         self._longest = 0.0  # seconds between two steps
         self._seed()
         self._hear_warnings()
@@ -134,8 +136,9 @@ class _Observer:
         if LOADER_ITERATOR is not None:
             self._watch_loaders(LOADER_ITERATOR)
         self._watch_torch()
-        if order.wrapper in ("dpfuse", "tuned"):
-            Patch({}, made=self._made)  # classes that derive from torch's come to torch's constructor
+        if order.wrapper in ("dpfuse", "narrow", "tuned"):
+            options: CommonOptions = {"wire_dtype": torch.bfloat16} if order.wrapper == "narrow" else {}
+            Patch(options, made=self._made)  # classes that derive from torch's come to torch's constructor
         call_after_steps(self)
         if order.own_ranks:
             threading.Thread(target=self._end_behind_the_ranks, daemon=True).start()
@@ -214,12 +217,20 @@ class _Observer:
 
     def _moves(self) -> None:
         now = time.monotonic()
-        self._longest, self._moved = max(self._longest, now - self._moved), now
+        if self._has_moved:  # before the first step the program starts and compiles, which takes longer
+            self._longest = max(self._longest, now - self._moved)
+        self._moved, self._has_moved = now, True
+
+    @property
+    def _patience(self) -> float:
+        """Seconds without a step, after which this rank waits for ranks that have made all theirs."""
+        return STUCK + GAPS * self._longest
 
     def _after_step(self, steps: int) -> None:
         self._moves()
         if self._fed is not None:
             self._fed.step()
+            self._fed = None  # a step counts only directly behind a batch
         if steps == self._order.deep and not self._times and self._order.wrapper == "dpfuse":
             for wrapper in self._wrappers:
                 times = CommunicationTimes()
@@ -241,7 +252,7 @@ class _Observer:
         draft = self._folder / f"ends{self._rank}"
         draft.write_text(str(self._size))
         draft.replace(self._folder / f"{DONE}{self._rank}")
-        until = time.monotonic() + LONGEST_WAIT
+        until = time.monotonic() + max(LONGEST_WAIT, 2 * self._patience)  # a rank that is behind ends itself by then
         while not all_done(self._folder) and time.monotonic() < until:
             time.sleep(0.01)
         while self._order.own_ranks and not self._is_over() and time.monotonic() < until:
@@ -263,7 +274,7 @@ class _Observer:
 
     def _end_with_the_others(self) -> None:
         """End this process once it waits for ranks that have ended: one that made fewer steps would wait for ever."""
-        while not list(self._folder.glob(f"{DONE}*")) or time.monotonic() - self._moved < STUCK + GAPS * self._longest:
+        while not list(self._folder.glob(f"{DONE}*")) or time.monotonic() - self._moved < self._patience:
             time.sleep(LOOK)
         self._end()
 
@@ -275,11 +286,13 @@ class _Observer:
         facts = {
             "communication": [{"steps": one.steps, "collectives": one.collectives, "nbytes": one.nbytes,
                                "seconds": one.seconds, "exposed": one.exposed} for one in self._times],
-            "tunings": [_facts_of(tuning) for tuning in self._tunings],
+            "tunings": [{"done": tuning.done, "error": tuning.error} for tuning in self._tunings],
             "findings": list(self._said.values()),
             "samplers": [{"epochs": one.epochs, "set": one.is_set} for one in self._samplers],
             "read": list(self._read),
             "unused": {} if self._tracer is None else self._tracer.unused(),
+            "behind": 0 if self._tracer is None else self._tracer.since_step,
+            "lines": {} if self._tracer is None else self._tracer.phases.lines,
             "replaceable": self._replaceable,
             "derived": list(self._derived),
             "unwrapped": max(self._unwrapped.values(), default=0),
@@ -446,18 +459,3 @@ def _an_eighth_of(module: nn.Module) -> float:
     """Return a size in MB, of which the gradients of a module fill about eight."""
     nbytes = sum(param.numel() * param.element_size() for param in module.parameters() if param.requires_grad)
     return max(nbytes / MB / 8, 1e-5)
-
-
-def _facts_of(tuning: Tuning) -> dict[str, Any]:
-    """Return what the tuner of one model has found, as JSON values."""
-    before, after = (
-        None if times is None else float(np.median(times.total)) for times in (tuning.before, tuning.after)
-    )
-    return {
-        "done": tuning.done,
-        "kept": bool(tuning.kept),
-        "error": tuning.error,
-        "before": before,
-        "after": after,
-        "cost": None if tuning.cost is None else tuning.cost.to_json(),
-    }

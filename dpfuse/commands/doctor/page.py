@@ -11,7 +11,7 @@ from dpfuse.commands.doctor.numbers import losses_of
 from dpfuse.commands.doctor.report import DoctorReport
 from dpfuse.commands.doctor.runs import TITLES
 from dpfuse.commands.doctor.speed import WORDS
-from dpfuse.commands.doctor.summary import ANSWERS, comparison
+from dpfuse.commands.doctor.summary import ANSWERS
 
 __all__ = ["page"]
 
@@ -70,13 +70,14 @@ def _answers(report: DoctorReport) -> str:
     numbers, speed = report.numbers, report.speed
     same = ANSWERS[numbers.result] if numbers is not None else "not compared"
     fine = numbers is not None and numbers.fine
-    fast = "not measured" if speed.ratio is None else f"{1 / speed.ratio:.2f} × DDP"
     count = len(report.findings)
     wrong = f"{count} finding{'s' * (count != 1)}" if count else "nothing found"
+    if report.not_examined and not count:
+        wrong = "not examined"
     rows = [
         ("same numbers?", same, fine),
-        ("steps per second", fast, speed.ratio is None or speed.ratio <= 1.0 + speed.noise),
-        ("what is wrong?", wrong, not count),
+        ("how fast?", speed.short, speed.change <= 0.0),
+        ("what is wrong?", wrong, not (count or report.not_examined)),
     ]
     items = "".join(
         f'<li>{escape(title)}<b class="{"good" if good else "bad"}">{escape(text)}</b></li>'
@@ -110,8 +111,7 @@ def _speed(report: DoctorReport) -> str:
         return "<h2>How fast?</h2><p>There were too few steps to say.</p>"
     parts = ["<h2>How fast?</h2>"]
     if speed.ratio is not None:
-        text = comparison(speed.ratio, speed.noise)
-        parts.append(f"<p>{escape(text[0].upper() + text[1:])}.</p>")
+        parts.append(f"<p>{escape(speed.verdict[0].upper() + speed.verdict[1:])}.</p>")
     rows = [
         (
             one.run,
@@ -131,17 +131,20 @@ def _speed(report: DoctorReport) -> str:
     if speed.link is not None:
         parts.append(f"<p>Link: {escape(speed.link.explain())}.</p>")
     if speed.advice:
-        advice = [(one.what, f"{1e3 * one.step:.3g}", one.how) for one in speed.advice]
-        parts.append("<p>What would help, each by itself, as estimated from the time exposed:</p>")
-        parts.append(_table(("what", "step, ms", "how"), advice))
-    if speed.tuned:
-        parts.append(f"<p>Buckets: {escape(speed.tuned)}.</p>")
+        items = "".join(f"<li>{escape(one.explain())}</li>" for one in speed.advice)
+        parts.append(f"<p>What would help, each by itself:</p><ul>{items}</ul>")
+    if speed.tried:
+        parts.append(f"<p>{escape(speed.tried[0].upper() + speed.tried[1:])}.</p>")
     return "".join(parts)
 
 
 def _findings(report: DoctorReport) -> str:
     parts = ["<h2>What is wrong?</h2>"]
-    parts.append(_table_of(report.findings) if report.findings else "<p>Nothing was found.</p>")
+    if report.findings:
+        parts.append(_table_of(report.findings))
+    else:
+        nothing = report.not_examined or "nothing was found"
+        parts.append(f"<p>{escape(nothing[0].upper() + nothing[1:])}.</p>")
     if report.remarks:
         parts.append("<p>This may be meant so:</p>" + _table_of(report.remarks))
     return "".join(parts)

@@ -46,6 +46,17 @@ class DoctorReport:
     machine: dict[str, Any]
 
     @property
+    def not_examined(self) -> str:
+        """Why nothing is said of what is wrong, in one sentence; empty where the program was examined."""
+        if not self.failure:
+            return ""
+        failed = next((run for run in self.runs if run.failed), None)
+        if failed is None:
+            return "not examined, since there was no comparison"
+        last = f", whose last line is {failed.last_line!r}" if failed.last_line else ""
+        return f"not examined, since run {failed.number} has failed: {failed.reason()}. See {failed.kept_log}{last}"
+
+    @property
     def exit_code(self) -> int:
         """0: nothing is wrong; 1: something is; 2: nothing can be said."""
         if self.failed_under and self.failed_under != "torch":
@@ -65,6 +76,7 @@ class DoctorReport:
             "exit code": self.exit_code,
             **self.machine,
             "failure": self.failure,
+            "not examined": self.not_examined,
             "numbers": None if numbers is None else {
                 "result": numbers.result, "text": numbers.text, "steps": numbers.steps,
                 "difference": None if numbers.difference is None else numbers.difference.to_json(),

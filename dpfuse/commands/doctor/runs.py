@@ -4,29 +4,32 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dpfuse.commands.doctor.observer import OVER, UNWRAPPED, Order, all_done
+from dpfuse.commands.doctor.observer import DONE, OVER, UNWRAPPED, Order, all_done
 from dpfuse.commands.run_command import Program
 from dpfuse.errors import DPFuseError
 from dpfuse.job.startup import startup_variables
 from dpfuse.trace.attachment import VARIABLE
 from dpfuse.trace.trace_file import RankTrace, read_folder
 
-__all__ = ["TITLES", "Plan", "Run", "run_once"]
+__all__ = ["TITLES", "TUNING", "Plan", "Run", "run_once"]
 
 OBSERVER = "dpfuse.commands.doctor.observer"
 TITLES = {
     "torch": "torch DDP",
     "dpfuse": "dpfuse",
     "torch buckets": "torch DDP, other buckets",
+    "narrow": "dpfuse, 16 bits",
     "tuned": "dpfuse, tuned",
 }
 # Trackers that send something unless they are told not to, and what keeps them on this machine.
@@ -41,11 +44,13 @@ OFFLINE = {
     "AIM_REPO": "{folder}",
 }
 KEPT = {"WANDB_MODE": ("disabled", "dryrun"), "NEPTUNE_MODE": ("debug",)}  # what is safe already
-TUNING = 30  # steps that the tuner gets, more than it needs
-RANK_0 = "rank0.jsonl"  # its trace
+TUNING = 30  # steps that the tuner gets, more than it needs; those behind are timed
+STEP_OF = re.compile(rb'"kind":"step","step":\d+,"optimizer":(\d+)')
 LOOK = 0.2  # seconds between two looks at the progress
+ENDING = 300.0  # seconds in which the ranks that are behind end themselves, once one has made its steps
 GRACE = 0.5  # seconds for processes that are not ranks, to write what they have read
 SAY = 5.0  # seconds between two messages
+TAIL = 64 << 10  # bytes at the end of a log in which its last line is looked for
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,7 @@ class Run:
         log: what the ranks have printed.
         traces: by rank; empty if there are none.
         facts: of each process, as the observer has written them.
+        last_line: of what the ranks have printed; empty if they have printed nothing.
     """
 
     number: int
@@ -92,6 +98,7 @@ class Run:
     log: Path
     traces: dict[int, RankTrace] = field(default_factory=dict)
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    last_line: str = ""
 
     @property
     def title(self) -> str:
@@ -123,18 +130,30 @@ class Run:
         """How many steps an optimizer has made on ranks without a wrapper."""
         return max((facts["unwrapped"] for facts in self.facts.values()), default=0)
 
+    @property
+    def kept_log(self) -> str:
+        """The name under which the doctor keeps what the ranks have printed, where the run has failed."""
+        return f"run{self.number}.log"
+
     def reason(self) -> str:
-        """Return why it has failed, in one line."""
+        """Return why it has failed, in one line, with the rank where it is known."""
         if self.code is None:
             return "it made no step for too long, and was ended"
-        errors = [note for facts in self.facts.values() for note in facts["findings"] if note["what"] == "error"]
+        errors = [
+            (name, note) for name, facts in self.facts.items() for note in facts["findings"] if note["what"] == "error"
+        ]
         # A rank that failed closes its connections, and the others then fail, too.
-        errors.sort(key=lambda note: "onnection" in note["text"])
+        errors.sort(key=lambda one: "onnection" in one[1]["text"])
         if errors:
-            first = errors[0]["text"].strip().partition("\n")[0]
-            return f"{errors[0]['kind']}: {first}" if first else errors[0]["kind"]
-        lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
-        return f"exit code {self.code}{f': {lines[-1]}' if lines else ''}"
+            name, note = errors[0]
+            first = note["text"].strip().partition("\n")[0]
+            where = f"rank {name} raised " if name.isdecimal() else ""  # a process that is no rank has another name
+            return f"{where}{note['kind']}{f': {first}' if first else ''}"
+        return f"exit code {self.code}{f': {self.last_line}' if self.last_line else ''}"
+
+    def behind(self, rank: int) -> int:
+        """Return how many backwards a rank has begun since its last step."""
+        return int(self.facts.get(str(rank), {}).get("behind", 0))
 
     def read(self) -> list[str]:
         """Return the files that it has read without having written them."""
@@ -152,8 +171,7 @@ def run_once(plan: Plan, number: int, wrapper: str, say: Callable[[str], None]) 
     """
     folder = plan.folder / f"run{number}"
     folder.mkdir()
-    steps = min(plan.steps, plan.deep + TUNING) if wrapper == "tuned" else plan.steps
-    order = Order(str(folder), wrapper, steps, plan.deep, plan.own_ranks)
+    order = Order(str(folder), wrapper, plan.steps, plan.deep, plan.own_ranks)
     environ = {**os.environ, **startup_variables(OBSERVER, os.environ), **order.variables()}
     environ |= offline(os.environ, folder)
     environ.pop(VARIABLE, None)  # the doctor traces by itself
@@ -169,7 +187,7 @@ def run_once(plan: Plan, number: int, wrapper: str, say: Callable[[str], None]) 
             words, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )
         try:
-            run.code = _watched(process, folder, plan, run.title, steps, say)
+            run.code = _watched(process, folder, plan, run.title, say)
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGTERM)
@@ -180,6 +198,7 @@ def run_once(plan: Plan, number: int, wrapper: str, say: Callable[[str], None]) 
                     process.wait()
             (folder / OVER).touch()
     run.seconds = time.monotonic() - began
+    run.last_line = _last_line(run.log)
     for path in sorted(folder.glob("facts*.json")):
         run.facts[path.stem.removeprefix("facts")] = json.loads(path.read_text(encoding="utf-8"))
     try:
@@ -206,7 +225,7 @@ def offline(environ: Mapping[str, str], folder: Path) -> dict[str, str]:
 
 
 def _watched(
-    process: subprocess.Popen[bytes], folder: Path, plan: Plan, title: str, steps: int, say: Callable[[str], None]
+    process: subprocess.Popen[bytes], folder: Path, plan: Plan, title: str, say: Callable[[str], None]
 ) -> int | None:
     """Wait for the end of a run; return its exit code, or None if it makes no progress."""
     before, moved, said = (0, 0), time.monotonic(), time.monotonic()
@@ -223,19 +242,27 @@ def _watched(
         progress = _progress(folder)
         if progress != before:
             before, moved = progress, now
-        elif now - moved > plan.patience:
+        elif now - moved > (max(plan.patience, ENDING) if list(folder.glob(f"{DONE}*")) else plan.patience):
             return None
         if now - said > SAY:
             said = now
-            done = max(progress[1], _lines(folder / RANK_0))
-            say(f"{title}: {f'step {done} of {steps}' if done else 'starting'}")
+            done = max([progress[1], *map(_steps, folder.glob("rank*.jsonl"))])
+            say(f"{title}: {f'step {done} of {plan.steps}' if done else 'starting'}")
+
+
+def _last_line(log: Path) -> str:
+    with open(log, "rb") as file:
+        file.seek(max(0, log.stat().st_size - TAIL))
+        lines = [line.strip() for line in file.read().decode(errors="replace").splitlines()]
+    return next((line for line in reversed(lines) if line), "")
 
 
 def _progress(folder: Path) -> tuple[int, int]:
-    """Return what grows with the steps: the size of rank 0's trace, and the steps of the rank without one."""
-    trace, counted = folder / RANK_0, [path.stat().st_size for path in folder.glob(f"{UNWRAPPED}*")]
-    return trace.stat().st_size if trace.exists() else 0, max(counted, default=0)
+    """Return what grows with the steps: the size of all traces, and the steps of the rank without one."""
+    counted = [path.stat().st_size for path in folder.glob(f"{UNWRAPPED}*")]
+    return sum(path.stat().st_size for path in folder.glob("rank*.jsonl")), max(counted, default=0)
 
 
-def _lines(trace: Path) -> int:
-    return trace.read_bytes().count(b'{"kind":"step"') if trace.exists() else 0
+def _steps(trace: Path) -> int:
+    """Return how many steps the optimizer has made that has made most: a GAN has two, and a run ends with the first."""
+    return max(Counter(STEP_OF.findall(trace.read_bytes())).values(), default=0)

@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dpfuse.commands.doctor.runs import Run
+from dpfuse.commands.doctor.runs import TUNING, Run
 from dpfuse.trace.trace_file import RankTrace
-from dpfuse.tune import CostTable
 
-__all__ = ["WORDS", "WORTH", "Advice", "Link", "SlowestRank", "Speed", "Timing", "measure"]
+__all__ = ["WORDS", "WORTH", "Advice", "Link", "SlowestRank", "Speed", "Timing", "measure", "to_try"]
 
 WORDS = {  # for the parts of a step; tracing is not counted
     "loader": "loader",
@@ -22,14 +21,20 @@ WORDS = {  # for the parts of a step; tracing is not counted
     "outside": "other",
 }
 PARTS = tuple(WORDS)
-BEFORE = ("loader", "forward", "outside")  # the ranks meet in what follows
+BEFORE = ("loader", "forward", "outside", "optimizer")  # the ranks meet in what follows
 SUMS = ("nbytes", "seconds", "collectives", "exposed")  # of the communication of a run
-SHORT = 64 << 10  # bytes of a message, below which its time hardly depends on its size, where none was measured
-LATENCY = 0.5  # of the time of a message that it would take without its bytes: more is latency
+SHORT = 64 << 10  # bytes of a message, below which its time hardly depends on its size
 FEWEST = 5  # timed steps
 LIMITS = 0.2  # of a step in which backward can only wait: from here on the link is the limit
 WORTH = 0.05  # of a step; below this nothing is advised
+CLEAR = 2.0  # times what runs of one kind differ by: less may be chance, since there are only two of each
 SLOWEST = 0.8  # of the steps in which one rank is the slowest
+COMPARED = ("torch", "dpfuse")
+ADVISED = {  # what a run of advice tries, and the argument of the class that the doctor runs
+    "narrow": ("send 16 bits", "wire_dtype=torch.bfloat16; gradients are rounded"),
+    "tuned": ("let the tuner choose the buckets", 'bucket_cap_mb="auto"'),
+}
+FEWER = "with contextlib.nullcontext() if (index + 1) % {count} == 0 else model.no_sync(): …, and step as often"
 
 
 @dataclass(frozen=True)
@@ -40,16 +45,19 @@ class SlowestRank:
         rank: its number.
         part: of a step, in which it is late most.
         seconds: of this part that it takes more than the mean of the others.
+        line: of the program, in which this part begins; empty where it is not known.
     """
 
     rank: int
     part: str
     seconds: float
+    line: str = ""
 
     def explain(self) -> str:
         """Return one line."""
         what = "other code" if self.part == "outside" else self.part
-        return f"rank {self.rank} is the slowest in most steps, by {1e3 * self.seconds:.3g} ms in its {what}"
+        where = f" ({self.line})" if self.line else ""
+        return f"rank {self.rank} is the slowest in most steps, by {1e3 * self.seconds:.3g} ms in its {what}{where}"
 
 
 @dataclass(frozen=True)
@@ -63,6 +71,8 @@ class Timing:
         parts: mean seconds of each part, over steps and ranks.
         waiting: mean seconds in which a rank is ahead of the slowest one when backward begins.
         slowest: a rank that is the slowest in most steps, or None.
+        batches: backwards before a step of the first optimizer, the mean.
+        lines: of the program, in which each part begins on rank 0.
     """
 
     run: str
@@ -71,16 +81,23 @@ class Timing:
     parts: dict[str, float]
     waiting: float
     slowest: SlowestRank | None
+    batches: float
+    lines: dict[str, str]
 
     @property
     def median(self) -> float:
         """Seconds of a step."""
         return statistics.median(self.steps)
 
+    @property
+    def mean(self) -> float:
+        """Seconds of a step, the mean over steps and ranks."""
+        return sum(self.parts.values())
+
 
 @dataclass(frozen=True)
 class Link:
-    """How gradients travel, from a run of dpfuse.
+    """How gradients travel, from the runs of dpfuse.
 
     Args:
         bytes: of a step.
@@ -88,8 +105,6 @@ class Link:
         exposed: seconds of a step in which backward can only wait.
         step: seconds of it, the mean.
         collectives: of a step.
-        latency: of an average message, the part of its time that a message of hardly any bytes takes as well, as the
-            tuner has measured; None if it has not.
     """
 
     bytes: float
@@ -97,43 +112,57 @@ class Link:
     exposed: float
     step: float
     collectives: float
-    latency: float | None = None
+
+    @property
+    def part(self) -> float:
+        """The part of a step in which backward can only wait."""
+        return self.exposed / self.step if self.step else 0.0
 
     @property
     def is_latency(self) -> bool:
         """Whether messages are so short that their number counts, and not their size."""
-        if self.latency is not None:
-            return self.latency > LATENCY
         return self.bytes < SHORT * self.collectives
 
     @property
     def is_the_limit(self) -> bool:
         """Whether waiting for it takes a large part of a step."""
-        return self.exposed > LIMITS * self.step
+        return self.part > LIMITS
 
     def explain(self) -> str:
         """Return one line."""
         rate = f"{self.bytes / 1e6 / self.travelling:.0f} MB/s while a bucket travels" if self.travelling else "idle"
-        part = self.exposed / self.step if self.step else 0.0
         limit = "the link is the limit" if self.is_the_limit else "the link is not the limit"
-        size = f"{self.bytes / 1e6:.3g} MB in {self.collectives:.3g} messages per step"
+        messages = f"{self.collectives:.3g} message{'s' * (self.collectives != 1)}"
         short = ", by its latency" if self.is_latency and self.is_the_limit else ""
-        return f"{size}, {rate}; {part:.0%} of a step waits for it: {limit}{short}"
+        size = f"{self.bytes / 1e6:.3g} MB in {messages} per step"
+        return f"{size}, {rate}; {self.part:.0%} of a step waits for it: {limit}{short}"
 
 
 @dataclass(frozen=True)
 class Advice:
-    """Something that would make steps shorter.
+    """Something that makes steps shorter.
 
     Args:
         what: to do.
-        step: seconds of a step for the same number of samples, expected.
-        how: the arguments, or where to read on.
+        how: the argument or the code.
+        before: seconds of a step now, the median.
+        after: seconds of a step for the same number of samples.
+        measured: whether `after` is the median of a run with it; else it is an estimate.
     """
 
     what: str
-    step: float
     how: str
+    before: float
+    after: float
+    measured: bool
+
+    def explain(self) -> str:
+        """Return one sentence without a full stop."""
+        if self.measured:
+            times = f"a step took {1e3 * self.after:.3g} ms in a run with it, and {1e3 * self.before:.3g} without"
+        else:
+            times = f"up to {1 - self.after / self.before:.0%} less time for the same samples, as an estimate"
+        return f"{self.what}: {times}; {self.how}"
 
 
 @dataclass(frozen=True)
@@ -143,45 +172,91 @@ class Speed:
     Args:
         timings: of each run that was timed.
         ratio: the median step of dpfuse over that of DDP; None if there are too few steps.
-        noise: how far this ratio goes from run to run, as a part of it.
+        noise: how far runs of one kind differ, as a part of a step; None where there is only one run of each kind.
         link: None where it was not measured.
-        advice: best first.
-        tuned: the tuner's result in one line; empty without one.
+        advice: what helps.
+        tried: what a run of advice has shown where it does not help, in one line; empty otherwise.
     """
 
     timings: tuple[Timing, ...]
     ratio: float | None
-    noise: float
+    noise: float | None
     link: Link | None
     advice: tuple[Advice, ...]
-    tuned: str
+    tried: str
+
+    @property
+    def change(self) -> float:
+        """The part by which a step of dpfuse is longer than one of DDP; 0 where that may be chance."""
+        if self.ratio is None or self.noise is None or abs(self.ratio - 1) <= CLEAR * self.noise:
+            return 0.0
+        return self.ratio - 1
+
+    @property
+    def short(self) -> str:
+        """How fast dpfuse is beside DDP, in a few words."""
+        if self.ratio is None:
+            return "not measured"
+        if self.noise is None:
+            return "too few runs to say"
+        if not self.change:
+            return "no clear difference"
+        return f"{abs(self.change):.0%} {'more' if self.change > 0 else 'less'} time for a step"
+
+    @property
+    def verdict(self) -> str:
+        """The same as a sentence without a full stop; empty where nothing was measured."""
+        if self.ratio is None:
+            return ""
+        if self.noise is None:
+            return "each kind was run once, so it cannot be said whether dpfuse is faster"
+        if not self.change:
+            return (
+                f"no clear difference in speed: dpfuse and DDP differ by {abs(self.ratio - 1):.0%}, and two runs of "
+                f"one kind by {self.noise:.0%}"
+            )
+        return f"{self.short} with dpfuse than with DDP; two runs of one kind differ by {self.noise:.0%}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields as JSON values."""
-        return asdict(self)
+        """Return the fields as JSON values, and what they mean in words."""
+        advice = [{**asdict(one), "text": one.explain()} for one in self.advice]
+        return {**asdict(self), "advice": advice, "short": self.short, "verdict": self.verdict}
 
 
 def measure(runs: Sequence[Run], deep: int) -> Speed:
     """Return the times of these runs.
 
     Args:
-        runs: those under DDP and under dpfuse; those that failed are left out.
+        runs: those under DDP and under dpfuse, and a run of advice; those that failed are left out.
         deep: steps of the first optimizer in the beginning that are not timed.
     """
     timings = [timing for run in runs if not run.failed and (timing := _timing(run, deep)) is not None]
-    by = {name: [one.median for one in timings if one.wrapper == name] for name in ("torch", "dpfuse")}
-    ratio, noise = None, 0.0
+    compared = [one for one in timings if one.wrapper in COMPARED]
+    by = {name: [one.median for one in compared if one.wrapper == name] for name in COMPARED}
+    ratio = noise = None
     if by["torch"] and by["dpfuse"]:
         ratio = statistics.mean(by["dpfuse"]) / statistics.mean(by["torch"])
-        noise = max(max(values) / min(values) - 1 for values in by.values())
-    link = _link(runs, timings)
-    return Speed(tuple(timings), ratio, noise, link, _advice(link), _tuned(runs))
+        noise = max((max(values) / min(values) - 1 for values in by.values() if len(values) > 1), default=None)
+    link = _link(runs, compared)
+    advice, tried = _tried(runs, timings, noise)
+    if link is not None and link.is_the_limit:
+        advice += _fewer(link, next(one for one in compared if one.wrapper == "dpfuse"))
+    return Speed(tuple(compared), ratio, noise, link, advice, tried)
+
+
+def to_try(runs: Sequence[Run], deep: int) -> str:
+    """Return the run of advice that would tell most, as the wrapper of a run; empty if nothing is worth one."""
+    link = measure(runs, deep).link
+    if link is None or link.part < WORTH:
+        return ""
+    return "narrow" if link.is_the_limit and not link.is_latency else "tuned"
 
 
 def _timing(run: Run, deep: int) -> Timing | None:
-    if run.wrapper not in ("torch", "dpfuse"):
+    if run.wrapper not in (*COMPARED, *ADVISED):
         return None
-    ranks = {rank: _cycles(trace)[deep:] for rank, trace in run.traces.items()}
+    first = deep + TUNING if run.wrapper == "tuned" else deep
+    ranks = {rank: _cycles(trace)[first:] for rank, trace in run.traces.items()}
     count = min(map(len, ranks.values()), default=0)
     if count < FEWEST:
         return None
@@ -198,28 +273,39 @@ def _timing(run: Run, deep: int) -> Timing | None:
     often = max(set(slowest), key=slowest.count)
     waiting = statistics.mean(ahead)
     matters = len(ranks) > 1 and slowest.count(often) > SLOWEST * count and waiting > WORTH * statistics.median(steps)
-    late = _slowest(often, {rank: cycles[:count] for rank, cycles in ranks.items()}) if matters else None
-    return Timing(run.title, run.wrapper, steps, parts, waiting, late)
+    late = _slowest(run, often, {rank: cycles[:count] for rank, cycles in ranks.items()}) if matters else None
+    batches = statistics.mean(cycle["batches"] for cycle in ranks[0][:count])
+    return Timing(run.title, run.wrapper, steps, parts, waiting, late, batches, _lines_of(run, 0))
 
 
-def _slowest(slowest: int, ranks: Mapping[int, Sequence[Mapping[str, float]]]) -> SlowestRank:
+def _lines_of(run: Run, rank: int) -> dict[str, str]:
+    found: dict[str, str] = run.facts.get(str(rank), {}).get("lines", {})
+    return found
+
+
+def _slowest(run: Run, slowest: int, ranks: Mapping[int, Sequence[Mapping[str, float]]]) -> SlowestRank:
     late = {}
     for part in BEFORE:
         means = {rank: statistics.mean(cycle[part] for cycle in cycles) for rank, cycles in ranks.items()}
         own = means.pop(slowest)
         late[part] = own - statistics.mean(means.values())
     part = max(late, key=lambda name: late[name])
-    return SlowestRank(slowest, part, late[part])
+    line = "" if part == "outside" else _lines_of(run, slowest).get(part, "")
+    return SlowestRank(slowest, part, late[part], line)
 
 
 def _cycles(trace: RankTrace) -> list[dict[str, float]]:
-    """Return seconds by part, from one step of the first optimizer to its next: a GAN has two steps in each."""
+    """Return seconds by part, and backwards, from one step of the first optimizer to its next.
+
+    A GAN has two steps in each.
+    """
     cycles: list[dict[str, float]] = []
     for line in trace.steps:
         if line["optimizer"] == 0 or not cycles:
-            cycles.append(dict.fromkeys(PARTS, 0.0))
+            cycles.append(dict.fromkeys((*PARTS, "batches"), 0.0))
         for part in PARTS:
             cycles[-1][part] += line["times"][part]
+        cycles[-1]["batches"] += len(line["backwards"]) if line["optimizer"] == 0 else 0
     return cycles
 
 
@@ -241,41 +327,35 @@ def _link(runs: Sequence[Run], timings: Sequence[Timing]) -> Link | None:
         return None
     steps = [statistics.mean(one.steps) for one in timings if one.wrapper == "dpfuse"]  # as the sums are means
     nbytes, seconds, collectives, exposed = (statistics.mean(values) for values in zip(*found, strict=True))
-    latency = _latency(runs, nbytes / collectives) if collectives else None
-    return Link(nbytes, seconds, exposed, statistics.mean(steps), collectives, latency)
+    return Link(nbytes, seconds, exposed, statistics.mean(steps), collectives)
 
 
-def _latency(runs: Sequence[Run], message: float) -> float | None:
-    """Return the part of the time of a message of so many bytes that a very short one takes; None if not measured."""
-    for tuning in _tunings(runs):
-        if tuning["cost"] is not None:
-            cost = CostTable.from_json(tuning["cost"])
-            return cost(cost.sizes[0]) / cost(max(message, cost.sizes[0]))
-    return None
+def _tried(runs: Sequence[Run], timings: Sequence[Timing], noise: float | None) -> tuple[tuple[Advice, ...], str]:
+    """Return what a run of advice has shown: advice, or that it does not help. Less than the noise is no help."""
+    before = [one.median for one in timings if one.wrapper == "dpfuse"]
+    after = next((one for one in timings if one.wrapper in ADVISED), None)
+    if after is None or not before or noise is None:
+        return (), ""
+    what, how = ADVISED[after.wrapper]
+    tunings = _tunings(runs)
+    errors = [tuning["error"] for tuning in tunings if tuning["error"]]
+    if errors:
+        return (), f"the tuner has changed nothing: {errors[0]}"
+    if not all(tuning["done"] for tuning in tunings):
+        return (), ""
+    now = statistics.mean(before)
+    if 1 - after.median / now > max(CLEAR * noise, WORTH):
+        return (Advice(what, how, now, after.median, measured=True),), ""
+    times = f"a step took {1e3 * after.median:.3g} ms in a run with it, and {1e3 * now:.3g} without"
+    return (), f"to {what} was tried, and saves no time: {times}"
 
 
-def _advice(link: Link | None) -> tuple[Advice, ...]:
-    """Say what would help. All of these halve what a sample costs on the link; the rest of a step stays."""
-    if link is None or link.exposed < WORTH * link.step:
-        return ()
-    half = link.step - link.exposed / 2
-    fewer = Advice("average every second batch, or double the batch", half, "no_sync(); the same number of samples")
-    if link.is_latency:  # which fewer bytes do not change
-        return (fewer,)
-    return Advice("send 16 bits", half, "a wire of 16 bits; gradients are rounded"), fewer
-
-
-def _tuned(runs: Sequence[Run]) -> str:
-    for tuning in _tunings(runs):
-        if tuning["error"]:
-            return f"the tuner has changed nothing: {tuning['error']}"
-        if not tuning["done"]:
-            continue
-        if tuning["kept"]:
-            gain = 1 - tuning["after"] / tuning["before"]
-            return f'other buckets make a backward {gain:.0%} shorter: pass comm_buffer_size="auto"'
-        return "the default buckets are as good as those that the tuner finds"
-    return ""
+def _fewer(link: Link, ours: Timing) -> tuple[Advice, ...]:
+    """Estimate averaging half as often, which halves what a sample costs on the link; the rest of a step stays."""
+    batches = max(1, round(ours.batches))
+    what = f"average every {'second' if batches == 1 else f'{2 * batches}th'} batch, or double the batch"
+    after = ours.median * (1 - link.part / 2)
+    return (Advice(what, FEWER.format(count=2 * batches), ours.median, after, measured=False),)
 
 
 def _tunings(runs: Sequence[Run]) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from dpfuse.commands.doctor.report import DoctorReport
 from dpfuse.commands.doctor.runs import TITLES
 from dpfuse.commands.doctor.speed import WORDS
 
-__all__ = ["ANSWERS", "comparison", "summary"]
+__all__ = ["ANSWERS", "summary"]
 
 LINES, WIDTH = 30, 110
 SHORT = 200  # characters of a finding
@@ -42,7 +42,7 @@ def _lines(report: DoctorReport) -> Iterator[str]:
             rates = [f"{1 / one.median:.1f}" for one in speed.timings if one.wrapper == wrapper]
             title = "how fast?" if wrapper == "torch" else ""
             yield from _entry(title, f"{TITLES[wrapper]:<9}: {', '.join(rates)} steps/s")
-        yield from _entry("", comparison(speed.ratio, speed.noise))
+        yield from _entry("", speed.verdict)
         ours = next(one for one in speed.timings if one.wrapper == "dpfuse")
         total = sum(ours.parts.values())
         large = {part: value for part, value in ours.parts.items() if value > 0.005 * total}
@@ -53,13 +53,13 @@ def _lines(report: DoctorReport) -> Iterator[str]:
     if speed.link is not None:
         yield from _entry("link", speed.link.explain())
     for advice in speed.advice:
-        yield from _entry("", f"{advice.what}: about {advice.step * 1e3:.3g} ms a step ({advice.how})")
-    if speed.tuned:
-        yield from _entry("buckets", speed.tuned)
+        yield from _entry("", advice.explain())
+    if speed.tried:
+        yield from _entry("", speed.tried)
     wrong = [
         f"{one.code or one.title}: {textwrap.shorten(one.text, SHORT, placeholder=' …')}" for one in report.findings
     ]
-    for number, text in enumerate(wrong or ["nothing was found"]):
+    for number, text in enumerate(wrong or [report.not_examined or "nothing was found"]):
         yield from _entry("" if number else "what is wrong?", text)
     for number, one in enumerate(report.remarks):
         text = f"{one.code or one.title}: {textwrap.shorten(one.text, SHORT, placeholder=' …')}"
@@ -67,14 +67,6 @@ def _lines(report: DoctorReport) -> Iterator[str]:
     changed = sorted({path for paths in report.changed.values() for path in paths})
     text = f"{len(changed)}, such as {changed[0]}" if changed else "none in the folders that were looked at"
     yield from _entry("files changed", text)
-
-
-def comparison(ratio: float, noise: float) -> str:
-    """Say how a step of dpfuse compares with one of DDP, given how far runs of the same kind differ."""
-    text = f"a step with dpfuse takes {ratio:.2f} of one with DDP"
-    if abs(ratio - 1) <= noise:
-        return f"{text}; runs of one kind differ by {noise:.0%}, so this is no difference"
-    return f"{text}; runs of one kind differ by {noise:.0%}"
 
 
 def _entry(title: str, text: str) -> Iterator[str]:

@@ -28,7 +28,7 @@ class Case:
     """One program.
 
     Args:
-        kind: "loop", "drift", "link", "numbers", "itself" or "healthy".
+        kind: "loop", "drift", "link", "numbers", "itself", "steps", "slow" or "healthy".
         program: its command line, in the folder of the programs; a folder is a package, and {port} a free port.
         said: a pattern that the terminal must show, with spaces for line breaks.
         finding: a pattern that the code or title of a finding must have; "" if nothing may be found.
@@ -76,10 +76,10 @@ DRIFTS = (
     "one_rank_freezes_a_layer_for_its_optimizer",
 )  # fmt: skip
 LINKS = {  # seconds per message, bytes per second, width of the layers: on one rank, which no other one delays
-    "slow_link.py 1e-4 20e6 256": "the link is the limit.* send 16 bits",
-    "slow_link.py 1e-3 100e6 512": "the link is the limit.* send 16 bits",
+    "slow_link.py 1e-4 20e6 256": "the link is the limit.* send 16 bits: a step took",
+    "slow_link.py 1e-3 100e6 512": "the link is the limit.* send 16 bits: a step took",
     "slow_link.py 5e-2 1e9 32": "the link is the limit, by its latency.* average every second batch",
-    "slow_link.py 2e-2 1e9 64": "the link is the limit, by its latency.* average every second batch",
+    "slow_link.py 2e-2 1e9 64": "the link is the limit.* average every second batch",
 }
 CLASSES = {
     "another_rate": "settings",
@@ -92,6 +92,11 @@ ITSELF = {
     "a_seed_of_the_system": r"step 0, rank 0: the inputs of the forward \(class: data\)",
     "the_order_of_a_set": r"step 0, rank 0: the inputs of the forward \(class: data\)",
     "a_race_of_two_threads": r"step \d+, rank \d: the inputs of the forward \(class: data\)",
+}
+STEPPING = {"rank_1_never_steps": "unknown", "rank_0_never_steps": "unknown", "rank_1_stops_stepping": "equal"}
+SLOW = {
+    "the_loader_is_slow": r"the loader is slow: each step waits [\d.]+ ms for its batch \(planted.py:\d+\)",
+    "the_forward_of_rank_1_is_slow": r"a rank is slow: rank 1 is the slowest .* in its forward \(planted.py:\d+\)",
 }
 SHAPES = {
     "gan.py {settings}": False,
@@ -127,6 +132,11 @@ PLANTED = [
         )
         for name, place in ITSELF.items()
     ),
+    *(
+        Case("steps", f"planted.py {name}", r"rank \d ma(kes no step|de \d+ of)", "a rank leaves out", (result,))
+        for name, result in STEPPING.items()
+    ),
+    *(Case("slow", f"planted.py {name}", said, said.partition(":")[0]) for name, said in SLOW.items()),
 ]  # fmt: skip
 HEALTHY = [
     Case("healthy", program, "nothing was found", "", ("equal",) if ranks == 2 else ("equal", "close"), ranks, own)

@@ -23,6 +23,8 @@ def plain_facts(**facts: Any) -> dict[str, Any]:
         "samplers": [],
         "read": [],
         "unused": {},
+        "behind": 0,
+        "lines": {},
         **made,
         **facts,
     }

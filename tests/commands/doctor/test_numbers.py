@@ -112,9 +112,7 @@ def test_three_ranks_cannot_be_judged_without_the_run_of_ddp_with_other_buckets(
             rate = [{"lr": 0.1 if run.wrapper == "torch" else lr}]
             trace.steps = [{**line, "settings": rate, "parameters": run.wrapper.ljust(8)} for line in trace.steps]
             trace.models, trace.optimizers[0]["names"] = [], ["weight"]
-    log = tmp_path / "log"
-    log.write_text("TypeError: twice")
-    other = Run(5, "torch buckets", 1 if ended == "failed" else 0, 1.0, log)
+    other = Run(5, "torch buckets", int(ended == "failed"), 1.0, tmp_path / "log", last_line="TypeError: twice")
     found = judge(runs[:1], runs[1:], None if ended == "not run" else other, [])
     if lr == 0.1:
         assert found.result == "unknown"

@@ -129,6 +129,16 @@ def train(sampler, validation=None, workers=0, epochs=4):
             optimizer.step()
             for other in DataLoader(range(8), sampler=validation) if validation is not None else ():
                 pass
+
+def train_without_a_loader(validation):
+    net = torch.nn.Linear(1, 1)
+    model, optimizer = DistributedDataParallel(net), torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(4):
+        for step in range(4):
+            model(torch.ones(2, 1)).sum().backward()
+            optimizer.step()
+        for other in DataLoader(range(8), sampler=validation):
+            pass
 """
 
 
@@ -141,10 +151,19 @@ def train(sampler, validation=None, workers=0, epochs=4):
         ),
         ("train(sampler(Own))", "pass", [{"epochs": [0, 0, 0, 0], "set": False}]),
         ("train(sampler(), sampler())", "sampler.set_epoch(7)", [{"epochs": [7] * 4, "set": True}, NO_PASS]),
+        ("train_without_a_loader(sampler())", "pass", [NO_PASS]),
         ("train(sampler(Own))", "sampler.set_epoch(epoch)", [{"epochs": [1, 2, 3, 4], "set": False}]),
         ("train(sampler(shuffle=False))", "pass", []),
     ],
-    ids=["never set", "by a worker", "an own class", "beside a validation", "set by its own method", "in order"],
+    ids=[
+        "never set",
+        "by a worker",
+        "an own class",
+        "beside a validation",
+        "of a validation alone",
+        "set by its own method",
+        "in order",
+    ],
 )
 def test_passes_of_the_training_over_samplers_are_counted(training, epoch, found, tmp_path):
     before = f"{GROUP}\n{SAMPLED.format(epoch=epoch)}\n{training}"

@@ -18,7 +18,7 @@ from dpfuse.commands.doctor.findings import Finding, findings_of, remarks_of
 from dpfuse.commands.doctor.numbers import Numbers
 from dpfuse.commands.doctor.page import page
 from dpfuse.commands.doctor.report import DoctorReport
-from dpfuse.commands.doctor.runs import Run, _progress
+from dpfuse.commands.doctor.runs import Run, _last_line, _progress, _steps
 from dpfuse.commands.doctor.speed import Link, measure
 from dpfuse.commands.doctor.summary import summary
 from dpfuse.commands.machine import machine_facts, software_versions
@@ -87,7 +87,7 @@ def test_numbers_that_are_not_finite_are_none_in_the_json():
 
 def test_the_summary_answers_each_question():
     text = summary(report(DIFFERENT, [FINDING], changed={"run 1": ["/a/b", "/a/c"], "run 2": ["/a/b"]}))
-    for words in ("same numbers?    NO. It differs.", "how fast?", "1.00 of one with DDP", "DPF-L01: the sampler"):
+    for words in ("same numbers?    NO. It differs.", "how fast?", "each kind was run once", "DPF-L01: the sampler"):
         assert words in text
     assert "files changed    2, such as /a/b" in text
 
@@ -142,8 +142,67 @@ def test_the_page_is_whole_needs_no_network_and_escapes_what_it_shows():
     assert 'name="viewport" content="width=device-width' in text
 
 
-def test_a_page_compares_with_ddp_as_it_is_written():
-    assert "<p>A step with dpfuse takes 1.00 of one with DDP; runs" in page(report())
+@pytest.mark.parametrize(
+    ("ours", "short", "verdict"),
+    [
+        (0.097, "no clear difference", "no clear difference in speed: dpfuse and DDP differ by 3%, and two runs of"),
+        (0.108, "no clear difference", "no clear difference in speed: dpfuse and DDP differ by 8%, and two runs of"),
+        (0.08, "20% less time for a step", "20% less time for a step with dpfuse than with DDP; two runs of one kind"),
+        (0.12, "20% more time for a step", "20% more time for a step with dpfuse than with DDP; two runs of one kind"),
+    ],
+)
+def test_terminal_page_and_json_say_the_same_of_the_speed(ours, short, verdict):
+    runs = [timed(number, "torch", forward=seconds) for number, seconds in ((1, 0.0975609), (3, 0.102439))]
+    made = report(runs=[*runs, timed(2, "dpfuse", forward=ours), timed(4, "dpfuse", forward=ours)])
+    assert verdict in re.sub(r"\s+", " ", summary(made))
+    text = page(made)
+    assert f">{short}</b>" in text
+    assert verdict[1:] in text
+    assert "×" not in text
+    speed = json.loads(json.dumps(made.to_json()))["speed"]
+    assert (speed["short"], speed["verdict"].startswith(verdict)) == (short, True)
+    assert (f'class="bad">{short}' in text) == (ours > 0.11)
+
+
+def test_one_run_of_each_kind_cannot_tell_which_is_faster():
+    made = report(runs=[timed(1, "torch", forward=0.1), timed(2, "dpfuse", forward=0.2)])
+    assert (made.speed.noise, made.speed.change, made.speed.short) == (None, 0.0, "too few runs to say")
+
+
+def failing(tmp_path, **facts):
+    """A run in which rank 1 has raised, and rank 0 has lost its peer; rank 1 has made no step."""
+    notes = {"0": ("RuntimeError", "Connection closed by peer"), "1": ("ValueError", "mine (train.py:9)\nmore")}
+    run = timed(1, "torch", steps=3)
+    run.code, run.last_line = 1, "ValueError: mine"
+    run.traces[1].steps.clear()
+    run.facts = {
+        rank: plain_facts(findings=[{"what": "error", "kind": kind, "code": "", "text": text}])
+        for rank, (kind, text) in notes.items()
+    }
+    return run
+
+
+def test_a_program_that_fails_is_not_examined(tmp_path):
+    run = failing(tmp_path)
+    assert findings_of([run]) == ()  # its traces are short because it has failed
+    made = report(None, runs=[run], failure=_failure(run), failed_under="torch")
+    said = (
+        "not examined, since run 1 has failed: rank 1 raised ValueError: mine (train.py:9). See run1.log, whose last "
+        "line is 'ValueError: mine'"
+    )
+    assert said in re.sub(r"\s+", " ", summary(made))
+    text = page(made)
+    assert said.replace("'", "&#x27;")[1:] in text
+    assert '<b class="bad">not examined</b>' in text
+    for shown in (summary(made), text):
+        assert "othing was found" not in shown
+        assert "nothing found" not in shown
+    assert made.to_json()["not examined"] == said
+
+
+def test_a_program_without_a_wrapper_is_not_examined():
+    made = report(None, runs=[timed(1, "torch")], failure="made no wrapper")
+    assert "not examined, since there was no comparison" in summary(made)
 
 
 def test_a_page_of_a_failure_says_it():
@@ -250,6 +309,16 @@ def test_a_rank_that_leaves_out_steps_is_named():
     assert "rank 1 makes no step of an optimizer, and others do" in found.text
 
 
+def test_a_rank_that_stops_stepping_is_named_and_one_that_has_joined_is_not():
+    run = traced(EQUAL_STEPS, EQUAL_STEPS)
+    del run.traces[1].steps[1:]
+    assert findings_of([run]) == ()  # its inputs have ended: it runs no backward of its own
+    run.facts["1"]["behind"] = 2
+    (found,) = findings_of([run])
+    assert found.title == "a rank leaves out steps"
+    assert "rank 1 made 1 of 3 steps of an optimizer, and then 2 backwards without one" in found.text
+
+
 def test_inputs_that_never_change_are_not_the_same_batches_by_mistake():
     run = traced(EQUAL_STEPS, EQUAL_STEPS)
     for trace in run.traces.values():
@@ -354,22 +423,23 @@ def test_nothing_is_wrong_with_a_healthy_run(ranks, tmp_path):
     [
         (None, [], "", "it made no step for too long, and was ended"),
         (7, [], "one\nlast words\n\n", "exit code 7: last words"),
-        (1, [("KeyError", "\n")], "", "KeyError"),
+        (1, [("KeyError", "\n")], "", "rank 0 raised KeyError"),
         (
             1,
             [("RuntimeError", "Connection closed by peer"), ("ValueError", "mine\nmore")],
             "",
-            "ValueError: mine",
+            "rank 1 raised ValueError: mine",
         ),
     ],
 )
 def test_the_reason_of_a_failure_is_the_first_error_that_is_not_a_consequence(code, notes, log, reason, tmp_path):
     (tmp_path / "log.txt").write_text(log)
+    last = _last_line(tmp_path / "log.txt")
     facts = {
         str(rank): plain_facts(findings=[{"what": "error", "kind": kind, "code": "", "text": text}])
         for rank, (kind, text) in enumerate(notes)
     }
-    assert Run(1, "torch", code, 1.0, tmp_path / "log.txt", {}, facts).reason() == reason
+    assert Run(1, "torch", code, 1.0, tmp_path / "log.txt", {}, facts, last).reason() == reason
 
 
 @pytest.mark.parametrize(
@@ -400,5 +470,17 @@ def test_steps_without_a_trace_are_progress(tmp_path):
     assert _progress(tmp_path) == (0, 0)
     (tmp_path / "unwrapped1").write_text("..")
     assert _progress(tmp_path) == (0, 2)
-    (tmp_path / "rank0.jsonl").write_text("{}\n")
+    (tmp_path / "rank1.jsonl").write_text("{}\n")  # rank 0 may make no step at all
     assert _progress(tmp_path) == (3, 2)
+
+
+def test_a_step_is_one_of_the_optimizer_that_has_made_most(tmp_path):
+    trace = tmp_path / "rank0.jsonl"
+    assert _steps(_written(trace, [])) == 0
+    assert _steps(_written(trace, [0, 1] * 27 + [0])) == 28
+
+
+def _written(trace, optimizers):
+    lines = [{"kind": "step", "step": number, "optimizer": one} for number, one in enumerate(optimizers)]
+    trace.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
+    return trace

@@ -331,5 +331,57 @@ def a_race_of_two_threads(rank, size):
         optimizer.step()
 
 
+# --- Ranks that make fewer steps, and time that is lost ---
+
+
+def stepping(rank_without, steps, start=0.0):
+    """A program in which one rank makes so many steps, and only backwards behind them."""
+
+    def loop(rank, size):
+        model, optimizer = trained()
+        for step, (x, y) in enumerate(batches()):
+            time.sleep(start if not step else 0)  # as where a compiler or a large data set begins
+            optimizer.zero_grad()
+            loss_of(model(x), y).backward()
+            if rank != rank_without or step < steps:
+                optimizer.step()
+
+    return loop
+
+
+PROGRAMS["rank_1_never_steps"] = stepping(1, 0)
+PROGRAMS["rank_0_never_steps"] = stepping(0, 0)
+PROGRAMS["rank_1_stops_stepping"] = stepping(1, 20, start=1.5)
+
+
+@program
+def the_loader_is_slow(rank, size):
+    class Slow(TensorDataset):
+        def __getitem__(self, index):
+            time.sleep(0.004)
+            return super().__getitem__(index)
+
+    model, optimizer = trained()
+    samples = torch.randn(2000, 4, generator=seeded(rank)), torch.randn(2000, 3, generator=seeded(rank, 1))
+    for x, y in DataLoader(Slow(*samples), batch_size=5):
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        optimizer.step()
+
+
+@program
+def the_forward_of_rank_1_is_slow(rank, size):
+    class Slow(nn.Module):
+        def forward(self, x):
+            time.sleep(0.02 * rank)
+            return x
+
+    model, optimizer = trained(model=nn.Sequential(Slow(), net()))
+    for x, y in batches():
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        optimizer.step()
+
+
 if __name__ == "__main__":
     run(PROGRAMS)

@@ -1,5 +1,6 @@
 """A training on one rank whose collectives take as long as a link needs: seconds per message, and bytes per second."""
 
+import contextlib
 import sys
 
 import torch
@@ -16,10 +17,13 @@ def main():
     with simulated_network(lambda nbytes: latency + nbytes / rate):
         model = DistributedDataParallel(net)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-        for _ in range(1000):
-            model(torch.randn(16, width)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        count = int(sys.argv[4]) if len(sys.argv) > 4 else 1  # batches that are averaged together
+        for index in range(1000 * count):
+            with contextlib.nullcontext() if (index + 1) % count == 0 else model.no_sync():
+                model(torch.randn(16, width)).square().mean().backward()
+            if (index + 1) % count == 0:
+                optimizer.step()
+                optimizer.zero_grad()
 
 
 if __name__ == "__main__":
