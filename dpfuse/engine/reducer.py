@@ -233,6 +233,7 @@ class Reducer:
 
     def _use(self, buckets: BucketSet) -> None:
         same = buckets.params is self._in_use.params
+        buckets.report.follow(self._in_use.report)
         self._in_use = buckets
         self._freeze(self._frozen if same else frozenset())
         feeds = {order: b.parts.feed for order, b in enumerate(self.buckets)}

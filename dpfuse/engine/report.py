@@ -186,6 +186,7 @@ class Report:
         self._copy: HostCopy | None = None  # of the pairs, on CUDA
         self._host: _HostPairs | None = None  # of that copy; on a CPU, of this backward's
         self._pending = False  # whether the copy has those of an earlier backward, which were not read
+        self._before: Report | None = None  # what this one has replaced, while that has something to tell
         self._usual = b""  # the pairs that said last that all is well
 
     def source(self, outcome: Outcome) -> Tensor:
@@ -313,9 +314,10 @@ class Report:
         elif not wait:
             return self._read_later(sums)
         else:
-            before = self._read_pending() if self._pending else ALL_WELL
+            before = self._untold()
             self._tell_late(before)
             if not before.all_well and outcome.well:
+                self._keep(sums)  # ranks that do not wait hear of this backward in the next one, so this rank does, too
                 return before
             reading = self._interpret(sums.parts.told.tolist())
             self._early = reading
@@ -396,24 +398,47 @@ class Report:
         for place, compared in self._bits.items():
             compared.differs = place.name in reading.told
 
+    def follow(self, before: Report) -> None:
+        """Tell in the next backward what another report has not told so far, since this one replaces it.
+
+        One rank alone may replace its report. The others hear in the next backward what was reported in this one, and
+        they may answer together.
+        """
+        if before is not self and (before._pending or before._early is not ALL_WELL or before._before is not None):
+            self._before = before
+
     def _tell_late(self, before: Reading) -> None:
         """Note what every rank has heard by now of the backward before, of which this rank may know already."""
+        self._tell_of(self._with_early(before))
+
+    def _with_early(self, before: Reading) -> Reading:
         early, self._early = self._early, ALL_WELL
-        if early is not ALL_WELL:
-            asked = dict.fromkeys((*before.asked, *early.asked))
-            before = replace(before, asked=tuple(asked), told=(*before.told, *early.told))
-        self._tell_of(before)
+        if early is ALL_WELL:
+            return before
+        asked = dict.fromkeys((*before.asked, *early.asked))
+        return replace(before, asked=tuple(asked), told=(*before.told, *early.told))
+
+    def _untold(self) -> Reading:
+        """Return what the ranks reported in the backward before, if it was not read then."""
+        before, self._before = self._before, None
+        if before is not None:
+            return before._with_early(before._untold())
+        return self._read_pending() if self._pending else ALL_WELL
 
     def _read_later(self, sums: _Sums) -> Reading:
-        before = self._read_pending() if self._pending else ALL_WELL
+        before = self._untold()
         self._tell_late(before)
+        self._keep(sums)
+        return before
+
+    def _keep(self, sums: _Sums) -> None:
+        """Copy this backward's report to the host, which reads it in the next one."""
         if self._copy is None:
             self._copy = HostCopy(sums.parts.told)
             self._host = _HostPairs(self._copy.arriving)
         else:
             self._copy.take(sums.parts.told)
         self._pending = True
-        return before
 
     def _read_pending(self) -> Reading:
         assert self._copy is not None

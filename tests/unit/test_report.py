@@ -440,7 +440,45 @@ def test_what_is_still_to_be_read_comes_before_what_is_waited_for(device):
     land(report, outcome(frozen=[1]))
     assert report.read(outcome(), wait=True, gather=False) == Reading(any_failed=True, rank=1)
     assert report.read(outcome(), wait=True, gather=False) == Reading(differing=("frozen",)), "it was read once"
-    assert len(device) == 1
+
+
+@pytest.mark.parametrize("wait", [False, True])
+def test_a_rank_that_hears_of_the_backward_before_while_it_waits_hears_of_its_own_in_the_next(device, wait):
+    """The others read each report one backward later, so they raise for both backwards, and answer then."""
+    report, other = make_report(), make_report(1)
+    report.is_on_cpu = False
+    land(report, outcome(failed=True))
+    report.read(outcome(), wait=False, gather=False)
+    other.question.asks = True
+    report.landed((report.source(outcome()) + other.source(outcome(frozen=[1]))).as_subclass(OnDevice))
+    assert report.read(outcome(), wait=wait, gather=False) == Reading(any_failed=True, rank=1)
+    assert report.asked == ()
+    land(report, outcome())
+    assert report.read(outcome(), wait=False, gather=False).differing == ("frozen",)
+    assert report.asked == (report.question,)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("reports", [1, 2], ids=["replaced once", "replaced twice"])
+def test_on_cuda_a_report_that_replaces_another_tells_what_that_has_not_told(device, waits, reports):
+    """One rank may make its buckets again: its peers hear of the backward before, and answer together."""
+    report, other = make_report(has_number=True), make_report(1, has_number=True)
+    report.is_on_cpu = False
+    other.question.asks = True
+    write_number(5, report.bits.pairs)
+    write_number(7, other.bits.pairs)
+    report.landed((report.source(outcome()) + other.source(outcome(failed=not waits))).as_subclass(OnDevice))
+    assert report.read(outcome(), wait=waits, gather=False) == ALL_WELL or waits
+    for _ in range(reports):
+        before, report = report, make_report(has_number=True)
+        report.is_on_cpu = False
+        report.follow(before)
+    other = make_report(1, has_number=True)
+    for told in (True, False):  # once
+        report.landed((report.source(outcome()) + other.source(outcome())).as_subclass(OnDevice))
+        assert report.read(outcome(), wait=False, gather=False).any_failed == (told and not waits)
+        assert [one.name for one in report.asked] == ["whether"] * told
+        assert report.bits.differs == told
 
 
 def test_a_rank_that_has_failed_reads_its_own_backward(device):
