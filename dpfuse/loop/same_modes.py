@@ -14,6 +14,14 @@ from dpfuse.loop.rank_words import Sums, Word
 __all__ = ["SameModes"]
 
 BACKWARDS = 2  # running
+TRAIN = "call train() and eval() on all ranks, train() also after an evaluation on one of them"
+AUTOCAST = "enter autocast with the same dtype"
+# Each word that is compared: what a rank does that has set it, and what to do.
+MODES = {
+    "training": ("in training mode", TRAIN),
+    "float16": ("under autocast with float16", AUTOCAST),
+    "bfloat16": ("under autocast with bfloat16", AUTOCAST),
+}
 
 
 class SameModes:
@@ -40,20 +48,22 @@ class SameModes:
 
     def words(self) -> Mapping[str, Word]:
         """Return what is compared."""
-        return {name: [float(bit)] for name, bit in zip(("training", "float16", "bfloat16"), self._mode, strict=True)}
+        return {name: [float(bit)] for name, bit in zip(MODES, self._mode, strict=True)}
 
     def heard(self, sums: Sums) -> None:
         """Take what the ranks have sent."""
-        differs = not all(map(sums.same, ("training", "float16", "bfloat16")))
-        self._backwards = self._backwards + 1 if differs else 0
+        other = [name for name in MODES if not sums.same(name)]
+        self._backwards = self._backwards + 1 if other else 0
         if self._backwards >= BACKWARDS:
-            counts = {name: round(sums.total(name)) for name in ("training", "float16", "bfloat16")}
+            ran = [
+                f"{round(sums.total(name))} of {sums.size} {MODES[name][0]}, "
+                f"this rank {'among them' if any(sums.own(name)) else 'not'}"
+                for name in other
+            ]
+            do = " and ".join(dict.fromkeys(MODES[name][1] for name in other))
             self._text = (
-                f"rank {self._facts.rank}: in {BACKWARDS} backwards running, the {sums.size} ranks had run their "
-                f"forwards in different modes: {counts['training']} in training mode, {counts['float16']} under "
-                f"autocast with float16, {counts['bfloat16']} with bfloat16. On this rank training was "
-                f"{self._mode[0]}. Expected the same on every rank: call train() and eval() on all ranks, train() also "
-                "after an evaluation on one of them, and enter autocast with the same dtype."
+                f"rank {self._facts.rank}: in {BACKWARDS} backwards running, the ranks had run their forwards in "
+                f"different modes: {'; '.join(ran)}. Expected the same on every rank: {do}."
             )
 
     def tell(self) -> None:

@@ -13,6 +13,7 @@ __all__ = [
     "Drift",
     "Measured",
     "Phrases",
+    "kind_in",
     "tell_known",
     "tell_other_tensors",
 ]
@@ -23,6 +24,7 @@ OF_ANOTHER = (
 )
 PAGE = " The page guide/loops.md has a section on DPF-L01."
 NAMED = 3  # parameters that are named
+EXPECTED, BECAME = "expected equal bits.", "They became different"  # between them a message says what kind it is of
 LOOK = "Look for what only some ranks do to weights, gradients, learning rates or optimizer states. "
 REMEDY = "Load the checkpoint from before step {first}, or {how}."
 
@@ -119,9 +121,9 @@ class Drift:
                 f"{self._distance()} {remedy}{PAGE}"
             )
         return (
-            f"{WEIGHTS}: rank {rank}: the weights of the ranks differ after the optimizer's step, expected equal bits. "
-            f"They became different after {self.words.averaged} {self.first} and before {self.last}. {self._which()} "
-            f"{self._ranks()} {self._distance()} {self._kind()}{look}{remedy}"
+            f"{WEIGHTS}: rank {rank}: the weights of the ranks differ after the optimizer's step, {EXPECTED} "
+            f"{self._kind()}{BECAME} after {self.words.averaged} {self.first} and before {self.last}. {self._which()} "
+            f"{self._ranks()} {self._distance()} {look}{remedy}"
         )
 
     def _which(self) -> str:
@@ -156,13 +158,25 @@ class Drift:
             return "It is one bit, as after a fault of memory. "
         factors = {one.factor for one in self.measured}
         if all(factors) and len(factors) == 1:
-            return f"All differ by the factor {factors.pop():.6g}, as after weight decay or a scaling on some ranks. "
+            factor = factors.pop()
+            return f"The values differ by the factor {factor:.6g}, as after weight decay or a scaling on some ranks. "
         if len(self.names) == self.count and self.count > 1:
             return (
                 "All parameters differ, as after a step that not all ranks took, or with another learning rate, "
                 "clipping or optimizer state. "
             )
         return ""
+
+
+def kind_in(text: str) -> str:
+    """Return the sentence in a message that says what kind of difference it is; empty if there is none.
+
+    Example:
+        >>> from dpfuse.weights.finding import kind_in
+        >>> kind_in("The weights differ, expected equal bits. It is one bit. They became different after step 3.")
+        'It is one bit.'
+    """
+    return text.partition(EXPECTED)[2].partition(BECAME)[0].strip()
 
 
 def tell_known(rank: int, known: Mapping[str, int]) -> str:

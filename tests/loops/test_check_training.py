@@ -161,6 +161,25 @@ def test_a_rank_that_switches_its_mode_is_named_within_four_steps(rank, size, fr
     assert step <= max(from_step, 3) + 4
 
 
+def test_of_the_modes_only_one_that_differs_is_told(rank, size):
+    findings.forget()
+    model = dpfuse.DataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", LoopWarning)
+        for x, y in batches(rank, 10):
+            with torch.autocast("cpu", torch.bfloat16, enabled=rank == 1):
+                loss = loss_of(model(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    (text,) = [str(each.message) for each in caught if each.category is LoopWarning]
+    this = "this rank among them" if rank == 1 else "this rank not"
+    assert f"in different modes: 1 of 2 under autocast with bfloat16, {this}. Expected the same on every rank: " in text
+    assert "with the same dtype" in text
+    assert "train" not in text
+
+
 def test_ranks_that_switch_together_are_compared_ever_less_often(rank, size):
     model = dpfuse.DataParallel(mlp())
     question = model._sync.loop._modes.question

@@ -99,7 +99,7 @@ def test_one_bit_is_called_one_bit(rank, size):
         flip(trained.net.still[2], 4, 3)
     trained.step(BOUND)
     (text,) = trained.told
-    assert "It is one bit, as after a fault of memory." in text
+    assert "expected equal bits. It is one bit, as after a fault of memory. They became different" in text
     assert "1 of 25 elements differ" in text
 
 
@@ -109,7 +109,7 @@ def test_a_factor_is_named(rank, size):
         for param in trained.net.still:
             param.data.mul_(0.5)
     trained.step(BOUND)
-    assert "All differ by the factor 0.5, as after weight decay or a scaling on some ranks." in trained.told[0]
+    assert "The values differ by the factor 0.5, as after weight decay or a scaling on some ranks." in trained.told[0]
     assert "They are parameters 'still.0', 'still.1', 'still.2' and 7 more; 10 of 12 differ." in trained.told[0]
 
 
