@@ -1,7 +1,7 @@
 """What a trace costs: steps with `DPFUSE_TRACE` and without it, in turns, in one rank. `python -m bench.trace_cost`.
 
 A step is forward, backward, SGD, and dropping the gradients, of 25 layers. Hashes are by name; so what a trace reads
-per step is three times the gradients and twice the weights.
+per step is three times the gradients and three times the weights.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dpfuse.trace.attachment import start_tracer, stop_tracer
 
 LAYERS, WIDTH = 25, 512  # 25 MB
 ROUNDS, STEPS = 9, 5
-READS = 5  # of the bytes of the weights
+READS = 6  # of the bytes of the weights
 
 
 def seconds_of_a_step(folder: Path | None) -> float:

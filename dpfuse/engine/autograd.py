@@ -26,6 +26,7 @@ __all__ = [
     "backward_is_nested",
     "backward_runs",
     "hooks_on",
+    "ready_keys",
     "running_backward",
     "unreached",
 ]
@@ -98,6 +99,11 @@ class ReadyHooks:
         handle = self._handles.get(id(param))
         return handle is not None and any(param is other for other in self._params)
 
+    def key_on(self, param: Tensor) -> int | None:
+        """Return the key of the hook on `param` in torch's table; None if there is none."""
+        handle = self._handles.get(id(param))
+        return None if handle is None else handle.id
+
 
 def _register(param: Tensor, hook: ReadyHook) -> RemovableHandle:
     """Register a hook, also on a parameter that is frozen now: it has a slot, and may be unfrozen at any time."""
@@ -115,6 +121,11 @@ def _register(param: Tensor, hook: ReadyHook) -> RemovableHandle:
 def hooks_on(param: Tensor) -> list[ReadyHooks]:
     """Return the hooks of all wrappers that have one on `param`. A hook in C has no attribute that could mark it."""
     return [hooks for hooks in tuple(_all_hooks) if hooks.is_on(param)]
+
+
+def ready_keys(param: Tensor) -> set[int]:
+    """Return the keys of the hooks of all wrappers on `param`, which torch keeps among those of the program."""
+    return {key for hooks in tuple(_all_hooks) if (key := hooks.key_on(param)) is not None}
 
 
 _all_hooks: weakref.WeakSet[ReadyHooks] = weakref.WeakSet()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from operator import attrgetter
@@ -26,9 +26,11 @@ __all__ = [
     "OnStream",
     "TensorMark",
     "are_private",
+    "call_last",
     "compiled_backward",
     "dtensor_of",
     "holders_of",
+    "hook_tables",
     "is_private",
     "leave_untraced",
     "local_tensor_of",
@@ -144,6 +146,28 @@ def _put_on_node(tensor: Any, hooks: Mapping[int, Callable[[Tensor], None]]) -> 
     tensor._backward_hooks = hooks  # from where the node takes it
     node._register_hook_dict(tensor)
     tensor._backward_hooks = before
+
+
+# Where torch keeps the hooks of a leaf: those that it calls with the gradient, and those once `.grad` has it.
+HOOK_TABLES = "_backward_hooks", "_post_accumulate_grad_hooks"
+
+
+def hook_tables(leaf: Tensor) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Return the hooks of a leaf by key, in the order of their calls: with the gradient, and once `.grad` has it.
+
+    They are torch's own dictionaries. Where torch has none under these names, they are empty.
+    """
+    with_gradient, accumulated = (getattr(leaf, name, None) for name in HOOK_TABLES)
+    return with_gradient or {}, accumulated or {}
+
+
+def call_last(hooks: dict[int, Any], keys: Iterable[int]) -> None:
+    """Let these hooks of a table be called behind the others, in this order.
+
+    Torch reads the plain dictionary inside of an OrderedDict, whose order `move_to_end` does not change.
+    """
+    for key in keys:
+        hooks[key] = hooks.pop(key)
 
 
 class Hooks:

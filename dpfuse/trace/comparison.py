@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dpfuse.trace.trace_file import RankTrace
+from dpfuse.trace.trace_file import BEFORE_STEP, HELD, HOOKED, RankTrace, behind_hooks
 
 __all__ = ["CAUSES", "Difference", "compare", "first_setting"]
 
@@ -16,9 +16,12 @@ CAUSES = {
     "random state": "a generator of random numbers",
     "data": "a batch, its targets, or weights that were loaded",
     "kernel": "the same operation on the same numbers has given other bits",
+    "program": "a hook of the program has changed a gradient",
     "communication": "the gradients of the ranks are the same, and their average is not",
     "gradient": "the gradient of a rank, or the average: which of them, was not hashed in this step",
+    "forward": "the outputs of a forward, or the weights before it: which of them, was not hashed there",
     "optimizer": "what happens between the average and the new weights",
+    "written": "something outside the step of an optimizer has written weights",
 }
 
 TOGETHER = "all_averaged"  # one hash for the averages of a model, in steps without one for each parameter
@@ -27,7 +30,7 @@ TOGETHER = "all_averaged"  # one hash for the averages of a model, in steps with
 FORWARD = (
     ("training", "settings", "the mode (train or eval) of the model"),
     ("context", "settings", "autocast"),
-    ("weights", "optimizer", "the weights when the forward begins, changed since the step before"),
+    ("weights", "written", "the weights when the forward begins"),
     ("inputs", "data", "the inputs of the forward"),
     ("outputs", "kernel", "the outputs of the forward"),
     ("buffers", "kernel", "the buffers after the forward"),
@@ -35,12 +38,15 @@ FORWARD = (
 BACKWARD = (
     ("loss", "data", "the loss, computed from the same outputs: its targets, or the loss function"),
     ("local", "kernel", "the gradient of this rank, before it is averaged"),
+    (HOOKED, "program", "the gradient of this rank, behind hooks of the program and before it is averaged"),
     ("averaged", "communication", "the averaged gradient"),
     (TOGETHER, "gradient", "the averaged gradient of the model"),
 )
+EVENTS = {"forwards": FORWARD, "backwards": BACKWARD}
 STEP = (
-    ("stepped", "the gradient that the optimizer uses, after clipping and scaling"),
-    ("parameters", "the parameter after the step"),
+    ("stepped", "optimizer", "the gradient that the optimizer uses, after clipping and scaling"),
+    (BEFORE_STEP, "written", "the parameter when the step of the optimizer begins"),
+    ("parameters", "optimizer", "the parameter after the step"),
 )
 DRAWN = {what for name, _, what in (*FORWARD, *BACKWARD) if name in ("inputs", "outputs", "loss")}
 NO_NUMBERS = {"format", "rank", "random"}  # of the settings
@@ -62,6 +68,7 @@ class Difference:
         parameters: how many differ.
         bucket: its place in the order of sending; None where it is not known.
         hint: what the two runs have set differently that may explain it, or another remark.
+        batch: the micro-batch of the step, from 0, and how many there are; None where there is one, or it is not known.
     """
 
     step: int
@@ -74,6 +81,14 @@ class Difference:
     parameters: int = 0
     bucket: int | None = None
     hint: str = ""
+    batch: tuple[int, int] | None = None
+
+    @property
+    def place(self) -> str:
+        """The step, the micro-batch where there are several, and the rank, in words."""
+        step = "before the first step" if self.step < 0 else f"step {self.step}"
+        batch = "" if self.batch is None else f", micro-batch {self.batch[0]} of {self.batch[1]}"
+        return f"{step}{batch}, rank {self.rank}"
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON values."""
@@ -81,8 +96,7 @@ class Difference:
 
     def explain(self) -> str:
         """Return the difference as a few lines."""
-        step = "before the first step" if self.step < 0 else f"step {self.step}"
-        lines = [f"first difference   {step}, rank {self.rank}", f"what               {self.what}"]
+        lines = [f"first difference   {self.place}", f"what               {self.what}"]
         if self.parameter:
             more = f" and {self.parameters - 1} more" if self.parameters > 1 else ""
             model = f" of model {self.model}" if self.model else ""
@@ -104,6 +118,7 @@ class _Part:
     what: str
     model: int | None = None
     names: tuple[str, ...] = ()  # of the parameters that differ
+    batch: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -113,6 +128,7 @@ class _Random:
     step: int
     forward: int  # in the step
     rank: int
+    batch: tuple[int, int] | None
 
 
 def compare(one: dict[int, RankTrace], other: dict[int, RankTrace]) -> Difference | None:
@@ -171,8 +187,8 @@ def _told(
         hint = f"{what} differ at step {step}" if early.step < step else f"{what} follow from it"
         cause, what = "random state", "the state of a random number generator when the forward begins"
         step, rank, ranks = early.step, early.rank, (early.rank,)
-        part = _Part(part.place, cause, what, part.model)
-    elif cause == "kernel" and settings:
+        part = _Part(part.place, cause, what, part.model, batch=early.batch)
+    elif cause in ("kernel", "forward") and settings:
         cause, hint = "settings", f"these settings differ: {settings}"
     elif settings or _wrappers(traces[0]) != _wrappers(traces[1]):
         wrappers = "" if _wrappers(traces[0]) == _wrappers(traces[1]) else "the class of the wrapper"
@@ -183,7 +199,7 @@ def _told(
         model = int(prefix)
     buckets = plans.get(model or 0, [])
     bucket = next((number for number, names in enumerate(buckets) if name in names), None)
-    return Difference(step, rank, ranks, cause, what, model, name, len(part.names), bucket, hint)
+    return Difference(step, rank, ranks, cause, what, model, name, len(part.names), bucket, hint, part.batch)
 
 
 def _before_the_first_step(one: dict[int, RankTrace], other: dict[int, RankTrace]) -> Difference | None:
@@ -218,30 +234,34 @@ def _parts(ours: RankTrace, theirs: RankTrace, step: int) -> Iterator[_Part]:
     """Yield what differs in one step of one rank, in the order in which it has come about."""
     one, other = ours.steps[step], theirs.steps[step]
     events = 0
-    for kind, fields in (("forwards", FORWARD), ("backwards", BACKWARD)):
-        for first, second in zip(one[kind], other[kind], strict=False):
+    for kind, fields in EVENTS.items():
+        for index, (first, second) in enumerate(zip(one[kind], other[kind], strict=False)):
             for number, (name, cause, what) in enumerate(fields):
-                if name not in first or name not in second or first[name] == second[name]:
+                mine, yours = _field(first, name), _field(second, name)
+                if mine is None or yours is None or mine == yours:
                     continue
-                model = first.get("model")
-                if not isinstance(first[name], dict):
-                    yield _Part((events, number), cause, what, model)
+                place = events, number
+                if not isinstance(mine, dict):
+                    if name == "outputs" and not ("weights" in first and "weights" in second):
+                        cause = "forward"
+                    yield _Part(place, cause, what, first.get("model"), batch=_batch(one, kind, index))
                     continue
-                for key in first[name].keys() & second[name].keys():
+                for key in mine.keys() & yours.keys():
+                    batch = _batch(one, kind, index, key)
                     if name == TOGETHER:
-                        if first[name][key] != second[name][key]:
-                            yield _Part((events, number), cause, what, int(key))
+                        if mine[key] != yours[key]:
+                            yield _Part(place, cause, what, int(key), batch=batch)
                         continue
-                    names = _names_where(first[name][key], second[name][key], ours.models[int(key)]["names"])
+                    names = _names_where(mine[key], yours[key], ours.models[int(key)]["names"])
                     if names:
-                        # Before the first step of the optimizer, they were loaded.
-                        loaded = name == "weights" and step == 0
+                        # Before the first forward and the first step of an optimizer, they were loaded.
+                        loaded = name == "weights" and step == 0 and key not in _models(one["forwards"][:index])
                         about = ("data", "the weights when the first forward begins") if loaded else (cause, what)
-                        yield _Part((events, number), *about, int(key), names)
+                        yield _Part(place, *about, int(key), names, batch)
             events += 1
         events = 1000 * (1 + events // 1000)
     # Behind what both have: a run that has left out a step, since a gradient was not finite, has the next batch here.
-    for kind in ("forwards", "backwards"):
+    for kind in EVENTS:
         if len(one[kind]) != len(other[kind]):
             counts = f"{len(one[kind])} and {len(other[kind])}"
             yield _Part((events, 0), "settings", f"the number of {kind} in the step: {counts}")
@@ -252,12 +272,46 @@ def _parts(ours: RankTrace, theirs: RankTrace, step: int) -> Iterator[_Part]:
     names = ours.optimizers[one["optimizer"]]["names"]
     if one["settings"] != other["settings"]:
         yield _Part((events, 1), "settings", f"the optimizer's {_setting(one['settings'], other['settings'])}")
-    for number, (name, what) in enumerate(STEP, start=2):
+    for number, (name, cause, what) in enumerate(STEP, start=2):
         if name in one and name in other and one[name] != other[name]:
-            yield _Part((events, number), "optimizer", what, None, _names_where(one[name], other[name], names))
+            yield _Part((events, number), cause, what, None, _names_where(one[name], other[name], names))
     if one.get("all_parameters") != other.get("all_parameters"):
         averaged = any(TOGETHER in backward for backward in one["backwards"])
-        yield _Part((events, 4), "optimizer" if averaged else "gradient", "the parameters after the step")
+        yield _Part((events, 5), "optimizer" if averaged else "gradient", "the parameters after the step")
+
+
+def _field(event: dict[str, Any], name: str) -> Any:
+    """Return what a forward or backward has in a field; None if it has none."""
+    if name == HOOKED and HOOKED in event:
+        return behind_hooks(event)
+    return event.get(name)
+
+
+def _batch(line: dict[str, Any], kind: str, index: int, model: str | None = None) -> tuple[int, int] | None:
+    """Return which micro-batch of a step a forward or a backward belongs to, and how many there are.
+
+    Args:
+        line: of the step.
+        kind: "forwards" or "backwards".
+        index: of the forward or backward.
+        model: its number as a text. None: the only one of this forward or backward.
+
+    Returns:
+        None if there is one, or where a model has not as many forwards as backwards.
+    """
+    models = {model} if model is not None else _models(line[kind][index : index + 1])
+    if len(models) != 1:
+        return None
+    places = {each: [n for n, one in enumerate(line[each]) if models & _models([one])] for each in EVENTS}
+    if len({len(found) for found in places.values()}) > 1 or len(places[kind]) < 2:
+        return None
+    return places[kind].index(index), len(places[kind])
+
+
+def _models(events: Sequence[dict[str, Any]]) -> set[str]:
+    """Return the numbers, as texts, of the models that take part in these forwards or backwards."""
+    found = {str(one["model"]) for one in events if "model" in one}
+    return found.union(*(one.get(name, ()) for one in events for name in (HELD, "local", "averaged", TOGETHER)))
 
 
 def _setting(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> str:
@@ -281,7 +335,7 @@ def _random_parts(ours: RankTrace, theirs: RankTrace, step: int, rank: int) -> _
     for index, (one, other) in enumerate(forwards):
         for kind, state in one["random"].items():
             if state != other["random"].get(kind) and (kind in ("torch", "cuda") or _moved(ours, step, index, kind)):
-                return _Random(step, index, rank)
+                return _Random(step, index, rank, _batch(ours.steps[step], "forwards", index))
     return None
 
 

@@ -4,9 +4,12 @@ The first line holds the settings of the process. A line `model` comes when a mo
 before the first step of an optimizer. A line `step` comes behind each step of an optimizer:
 
 - `forwards`: of each forward `model`, `training`, `context` (autocast), `random`, `inputs`, `outputs`, `buffers`, and
-  of the first one of each model `weights`
+  `weights`, unless it runs inside the step of an optimizer
 - `backwards`: of each backward `loss` (hash), `value`, `local` and `averaged` (by model, eight characters a parameter)
-- `optimizer`, `settings` (of its groups: learning rate and so on), `stepped` (the gradients that it used), `parameters`
+- `hooked` (by model, eight characters a parameter): the gradients of this rank behind hooks of the program; minus signs
+  for those without such hooks; a model without them is left out. An older trace has no such field
+- `optimizer`, `settings` (of its groups: learning rate and so on), `stepped` (the gradients that it used),
+  `before step` (the parameters when it begins), `parameters` (when it has ended)
 - `held` (by model): whether a few small gradients hold anything but zeros when a backward begins, 1 or 0 for each.
   `left`: the same when a backward ends that is not averaged
 - `rescaled` (by model): the places of parameters whose `.grad` was scaled or cut since the backward before, if there
@@ -29,10 +32,27 @@ from typing import Any, TextIO
 
 from dpfuse.errors import DPFuseError
 
-__all__ = ["FORMAT", "HELD", "LEFT", "MODULE_BUFFERS", "RESCALED", "RankTrace", "Writer", "read_folder"]
+__all__ = [
+    "ABSENT",
+    "BEFORE_STEP",
+    "FORMAT",
+    "HELD",
+    "HOOKED",
+    "LEFT",
+    "MODULE_BUFFERS",
+    "RESCALED",
+    "RankTrace",
+    "Writer",
+    "behind_hooks",
+    "hashes_in",
+    "read_folder",
+]
 
 FORMAT = "dpfuse trace 1"
 HELD, LEFT, RESCALED, MODULE_BUFFERS = "held", "left", "rescaled", "module buffers"  # fields of a backward
+HOOKED = "hooked"  # another one
+BEFORE_STEP = "before step"  # a field of a step
+ABSENT = "-" * 8  # in the place of a hash: there is no tensor
 NAME = re.compile(r"rank(\d+)\.jsonl")
 
 
@@ -96,6 +116,20 @@ def read_folder(folder: Path) -> dict[int, RankTrace]:
     if missing:
         raise DPFuseError(f"{str(folder)!r} holds no trace of rank {missing[0]}; the run had {count} ranks")
     return {rank: traces[rank] for rank in range(count)}
+
+
+def hashes_in(text: str) -> list[str]:
+    """Return the hashes of which a text consists, eight characters each."""
+    return [text[place : place + 8] for place in range(0, len(text), 8)]
+
+
+def behind_hooks(backward: dict[str, Any]) -> dict[str, str]:
+    """Return the hashes of a rank's gradients behind hooks of the program, by model: as computed where it has none."""
+    found = dict(backward.get("local", {}))
+    for model, hooked in backward.get(HOOKED, {}).items():
+        pairs = zip(hashes_in(found[model]), hashes_in(hooked), strict=True)
+        found[model] = "".join(computed if behind == ABSENT else behind for computed, behind in pairs)
+    return found
 
 
 def _read(path: Path) -> RankTrace:

@@ -18,16 +18,18 @@ from torch.utils.hooks import RemovableHandle
 from dpfuse.engine.plan import BucketPlan
 from dpfuse.engine.torch_private import leave_untraced
 from dpfuse.trace.phases import Phases
+from dpfuse.trace.program_hooks import HooksAround
 from dpfuse.trace.random_state import random_states
 from dpfuse.trace.rescaling import Pair, is_plain, rescaled, sample_of
 from dpfuse.trace.settings import process_settings
 from dpfuse.trace.sketch import signed_sum
 from dpfuse.trace.tensor_hash import NOTHING, Hash, hash_of, hash_of_all, read, text_of
-from dpfuse.trace.trace_file import HELD, LEFT, MODULE_BUFFERS, RESCALED, Writer
+from dpfuse.trace.trace_file import BEFORE_STEP, HELD, HOOKED, LEFT, MODULE_BUFFERS, RESCALED, Writer
 
 __all__ = ["Tracer"]
 
 FEW = 4  # small gradients of a model, which tell whether the program has zeroed
+BITS = 0xFFFFFFFF  # of a hash
 
 
 class _Traced:
@@ -54,6 +56,8 @@ class _Traced:
     def begin(self) -> None:
         """Begin another backward: forget what hooks have noted, also those of `torch.autograd.grad` since the last."""
         self.local: list[Hash] = [NOTHING] * len(self.params)  # of this rank's gradients in the backward that runs
+        self.behind: list[Hash] = [*self.local]  # of them behind hooks of the program, where it has some
+        self.rewritten: list[Hash] = [*self.local]  # what such hooks have made of `.grad`; 0 where it is as before
         self.held: list[Hash] | None = None  # what `.grad` held when it reached this model, if it has: see `in_grad`
         self.pairs: list[Pair] = []  # elements of `.grad` after the last backward, and as this one begins
 
@@ -71,6 +75,16 @@ class _Traced:
         """Return 1 for each of a few small gradients that are there and are not zeros, and 0 for zeros."""
         grads = (param.grad for param in self.small_first)
         return [_is_not_zero(grad) for grad in islice((grad for grad in grads if grad is not None), FEW)]
+
+    def hooked(self) -> list[Hash]:
+        """Return the hashes of this rank's gradients behind hooks of the program; nothing where it has none."""
+        found: list[Hash] = []
+        for local, behind, rewritten in zip(self.local, self.behind, self.rewritten, strict=True):
+            if local is NOTHING or (behind is NOTHING and rewritten is NOTHING):
+                found.append(NOTHING)
+            else:
+                found.append((local if behind is NOTHING else behind) ^ _number(rewritten))
+        return found
 
     def sample(self) -> None:
         """Copy a few elements of each gradient."""
@@ -95,8 +109,8 @@ class _Traced:
         return [[plan.specs[index].name for index in bucket.params] for bucket in plan.buckets]
 
 
-class _GradientHook:
-    """Notes that a parameter gets a gradient, and hashes that of this rank before it is averaged.
+class _Gradient:
+    """Hashes the gradient of one parameter of this rank before it is averaged, and notes that there is one.
 
     Args:
         traced: the model.
@@ -109,7 +123,8 @@ class _GradientHook:
         self._index = index
         self._tracer = tracer
 
-    def __call__(self, grad: Tensor) -> None:
+    def computed(self, grad: Tensor) -> None:
+        """Take what the backward has computed."""
         traced, index = self._traced, self._index
         traced.used.add(index)
         deep = self._tracer.deep
@@ -119,8 +134,24 @@ class _GradientHook:
             if traced.held is None:
                 traced.reached(deep)
             if deep:
-                before = traced.local[index]
-                traced.local[index] = hash_of(grad, 0 if before is NOTHING else before)
+                traced.local[index] = hash_of(grad, _number(traced.local[index]))
+
+    def hooked(self, grad: Tensor) -> None:
+        """Take what hooks of the program have made of it."""
+        with self._tracer.phases.inside("tracing"):
+            behind = self._traced.behind
+            behind[self._index] = hash_of(grad, _number(behind[self._index]))
+
+    def accumulated(self, param: Tensor) -> None:
+        """Look at `.grad` before hooks of the program, and again behind them: equal hashes cancel each other out."""
+        with self._tracer.phases.inside("tracing"):
+            rewritten = self._traced.rewritten
+            rewritten[self._index] = _number(rewritten[self._index]) ^ (hash_of(param.grad) & BITS)
+
+
+def _number(found: Hash) -> Hash:
+    """Return a hash from which to go on; 0 where there is none yet."""
+    return 0 if found is NOTHING else found
 
 
 class Tracer:
@@ -162,9 +193,12 @@ class Tracer:
         self._running: dict[str, Any] = {}  # the backward that runs, or has ended last
         self._looks: list[tuple[dict[str, Any], str, list[Pair]]] = []  # of these backwards, with a model's number
         self._stepped: list[Hash] = []
+        self._before_step: list[Hash] = []  # the parameters of the optimizer
+        self._in_step = False  # whether an optimizer steps just now
         self._gradient: list[Tensor | float] = []  # its sketch
         self._lines = 0
         rank = dist.get_rank()
+        self._gradients: list[HooksAround] = []
         self._hooks: list[RemovableHandle] = []
         self._file = Writer(folder, rank)
         self._file.write("settings", {**process_settings(), "random": random_states()})
@@ -180,7 +214,8 @@ class Tracer:
             self._models.append(traced)
             for index, (name, param) in enumerate(zip(traced.names, traced.params, strict=True)):
                 self._names[id(param)] = f"{traced.number}:{name}" if traced.number else name
-                self._hooks.append(param.register_hook(_GradientHook(traced, index, self)))
+                gradient = _Gradient(traced, index, self)
+                self._gradients.append(HooksAround(param, gradient.computed, gradient.hooked, gradient.accumulated))
             self._hooks += [
                 wrapper.register_forward_pre_hook(_Hook(self._forward_begins, traced), with_kwargs=True),
                 wrapper.register_forward_hook(_Hook(self._forward_ended, traced), with_kwargs=True),
@@ -212,7 +247,7 @@ class Tracer:
                 "random": random_states(),
                 "inputs": hash_of_all([args, kwargs]),
             }
-            if self.deep and all(one["model"] != traced.number for one in self._forwards):
+            if self.deep and not self._in_step:
                 line["weights"] = {str(traced.number): [hash_of(param) for param in traced.params]}
             self._forwards.append(line)
         self.phases.enter("forward")
@@ -229,6 +264,9 @@ class Tracer:
     def backward_begins(self, roots: Sequence[Any]) -> None:
         """Note that a backward of these tensors begins, which is not inside another one."""
         self.phases.enter("tracing")
+        if self.deep:
+            for hooks in self._gradients:
+                hooks.surround()
         for traced in self._models:
             traced.begin()
         values = [root for root in roots if isinstance(root, Tensor)]
@@ -251,6 +289,9 @@ class Tracer:
             line.setdefault(HELD, {})[number] = traced.held
             if self.deep:
                 line.setdefault("local", {})[number] = traced.local
+                line.setdefault(HOOKED, {})
+                if any(one is not NOTHING for one in (*traced.behind, *traced.rewritten)):
+                    line[HOOKED][number] = traced.hooked()
                 self._looks.append((line, number, traced.pairs))
                 traced.sample()
             traced.begin()
@@ -269,14 +310,17 @@ class Tracer:
     def before_step(self, optimizer: Optimizer) -> None:
         """As `Watcher.before_step`."""
         self.phases.enter("tracing")
+        self._in_step = True
         if self.deep:
             self._stepped = [hash_of(param.grad) for param in _params_of(optimizer)]
+            self._before_step = [hash_of(param) for param in _params_of(optimizer)]
             if self._sketch:
                 self._gradient = [0.0 if one.grad is None else signed_sum(one.grad) for one in _params_of(optimizer)]
         self.phases.enter("optimizer")
 
     def after_step(self, optimizer: Optimizer) -> None:
         """As `Watcher.after_step`."""
+        self._in_step = False
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             self.phases.enter("device")  # else the wait would count as tracing
             torch.cuda.synchronize()
@@ -287,7 +331,7 @@ class Tracer:
         line: dict[str, Any] = {"step": self._lines, "optimizer": number, "settings": _settings_of(optimizer)}
         line |= {"forwards": self._forwards, "backwards": self._backwards}
         if self.deep:
-            line |= {"stepped": self._stepped, "parameters": params}
+            line |= {"stepped": self._stepped, BEFORE_STEP: self._before_step, "parameters": params}
         else:
             line["all_parameters"] = _hash_of_hashes(params)
         if self._sketch:
@@ -308,7 +352,11 @@ class Tracer:
         line = _resolved(line)
         self._lines += 1
         self.deep = steps[0] < self._deep_steps
-        self._forwards, self._backwards, self._looks, self._stepped = [], [], [], []
+        if not self.deep:
+            for hooks in self._gradients:
+                hooks.leave()
+        self._forwards, self._backwards, self._looks = [], [], []
+        self._stepped, self._before_step = [], []
         self._file.write("step", {**line, "times": self.phases.taken()})
         if self._after_step is not None:
             self._after_step(steps[0])
@@ -335,6 +383,8 @@ class Tracer:
         """Remove the hooks from the models, and close the file."""
         for hook in self._hooks:
             hook.remove()
+        for hooks in self._gradients:
+            hooks.remove()
         self._file.close()
 
     def _known(self, optimizer: Optimizer) -> tuple[int, list[int]]:
@@ -452,9 +502,9 @@ def _resolved(line: dict[str, Any]) -> dict[str, Any]:
 def _in_characters(line: dict[str, Any]) -> dict[str, Any]:
     """Write hashes as texts: eight characters for each."""
     for name, value in line.items():
-        if name in ("stepped", "parameters"):
+        if name in ("stepped", BEFORE_STEP, "parameters"):
             line[name] = text_of(value)
-        elif name in ("local", "averaged", "weights", MODULE_BUFFERS):
+        elif name in ("local", "averaged", "weights", HOOKED, MODULE_BUFFERS):
             line[name] = {number: text_of(hashes) for number, hashes in value.items()}
         elif name in ("inputs", "outputs", "buffers", "loss", "all_parameters"):
             line[name] = text_of([value])

@@ -34,7 +34,7 @@ def test_text_json_and_exit_codes(folder, ranks, capsys):
         f"{a}: 2 ranks, Net (dpfuse), 5 steps",
         f"{b}: 2 ranks, Net (dpfuse), 5 steps",
         "",
-        "first difference   step 3, rank 1",
+        "first difference   step 3, micro-batch 0 of 2, rank 1",
         "what               the inputs of the forward",
         "class of cause     data: a batch, its targets, or weights that were loaded",
     ]
@@ -45,6 +45,9 @@ def test_text_json_and_exit_codes(folder, ranks, capsys):
     assert (difference["step"], difference["rank"], difference["ranks"]) == (4, 1, [1])
     assert (difference["parameter"], difference["parameters"], difference["bucket"]) == ("first.weight", 1, 0)
     assert (difference["cause"], difference["what"]) == ("optimizer", "the parameter after the step")
+    assert difference["batch"] is None
+    assert main(["diff", a, b, "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["difference"]["batch"] == [0, 2]
 
 
 def test_a_folder_without_a_trace_is_trouble(tmp_path, capsys):

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from dpfuse.trace.comparison import compare
-from dpfuse.trace.trace_file import read_folder
+from dpfuse.trace.trace_file import BEFORE_STEP, HOOKED, read_folder
 from tests.one_in import crossed
-from tests.trace.training import PLAIN_HOOK, PLANTS, settings_of, train
+from tests.trace.training import BATCHES, MICRO, PLAIN_HOOK, PLANTS, settings_of, train
 
 
 def both(rank: int, size: int, folder: Path, wrap: str, name: str) -> None:
@@ -31,6 +31,10 @@ def test_the_first_difference_is_found(name, wrap, ranks, tmp_path):
     cause, step, rank, _ = PLANTS[name]
     found = found_in(tmp_path)
     assert (found.cause, found.step, found.rank) == (cause, step, rank), found.explain()
+    if name in BATCHES:
+        batch = BATCHES[name]
+        assert found.batch == (None if batch is None else (batch, MICRO)), found.explain()
+        assert (f", micro-batch {batch} of {MICRO}, rank {rank}" in found.explain()) == (batch is not None)
 
 
 def healthy(rank: int, size: int, folder: Path, first: str, second: str) -> None:
@@ -44,6 +48,58 @@ def test_equal_runs_are_equal_and_dpfuse_equals_ddp_on_two_ranks(first, second, 
     assert found_in(tmp_path) is None
 
 
+def hooked(rank: int, size: int, folder: Path) -> None:
+    for name, wrap in (("healthy", "dpfuse"), ("planted", "torch")):
+        train(folder / name, wrap, with_hooks)
+
+
+def halve(param):
+    param.grad.mul_(0.5)
+
+
+def with_hooks(point, run, value):
+    if point == "weights":
+        run.net.first.weight.register_post_accumulate_grad_hook(halve)
+    if point == "wrapped":
+        run.net.last.weight.register_hook(lambda grad: grad.clamp(-1e-2, 1e-2))
+    return value
+
+
+def test_dpfuse_equals_ddp_where_hooks_change_gradients(ranks, tmp_path):
+    ranks(hooked, tmp_path)
+    assert found_in(tmp_path) is None
+
+
+def read_as_older(folder: Path):
+    """Read a trace as earlier versions wrote it: they read no hooks, and weights only when the first forward began."""
+    traces = read_folder(folder)
+    for line in (line for trace in traces.values() for line in trace.steps):
+        del line[BEFORE_STEP]
+        for one in line["forwards"][1:]:
+            del one["weights"]
+        for one in line["backwards"]:
+            del one[HOOKED]
+    return traces
+
+
+@pytest.mark.parametrize(
+    ("name", "cause"),
+    [
+        ("a_hook_on_rank_1", "communication"),  # of what is in the older one, the average differs first
+        ("weights_written_between_batches", "forward"),
+        ("weights_written_before_the_step", "optimizer"),
+        ("weights_changed_between_steps", "written"),
+    ],
+)
+def test_a_trace_of_an_earlier_version_is_compared_with_what_it_holds(name, cause, ranks, tmp_path):
+    ranks(both, tmp_path, "torch", name)
+    old, new = read_as_older(tmp_path / "healthy"), read_folder(tmp_path / "healthy")
+    assert compare(old, new) is compare(new, old) is compare(old, old) is None
+    for planted in (read_folder(tmp_path / "planted"), read_as_older(tmp_path / "planted")):
+        for found in (compare(old, planted), compare(planted, old)):
+            assert (found.cause, found.step) == (cause, PLANTS[name][1]), found.explain()
+
+
 def test_thirty_are_planted_in_every_class():
     assert len(PLANTS) >= 30
     assert {cause for cause, *_ in PLANTS.values()} == {
@@ -51,6 +107,8 @@ def test_thirty_are_planted_in_every_class():
         "random state",
         "data",
         "kernel",
+        "program",
         "communication",
         "optimizer",
+        "written",
     }

@@ -17,7 +17,7 @@ from torch import nn
 import dpfuse
 from dpfuse.trace.attachment import start_tracer, stop_tracer
 from dpfuse.trace.comparison import compare
-from dpfuse.trace.trace_file import read_folder
+from dpfuse.trace.trace_file import ABSENT, behind_hooks, hashes_in, read_folder
 from tests.distributed.processes import clean_environment, run
 from tests.patience import patience
 from tests.torch_ddp import torch_ddp
@@ -87,6 +87,58 @@ def test_backwards_tell_what_they_find_in_gradients_and_no_comparison_reads_it(t
         for name in ("held", "left", "rescaled"):
             backward.pop(name, None)
     assert compare(read_folder(traced), old) is compare(old, read_folder(traced)) is None
+
+
+def zero(param):
+    param.grad.zero_()
+
+
+def test_gradients_are_hashed_behind_hooks_of_the_program_too(traced):
+    net = nn.Linear(4, 2)
+    handles = [net.weight.register_hook(lambda grad: grad * 2)]
+    model = dpfuse.DataParallel(net)
+    handles += [
+        net.weight.register_hook(lambda grad: grad + 1),
+        net.bias.register_hook(lambda grad: None),
+        net.bias.register_post_accumulate_grad_hook(lambda param: None),
+    ]
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    step(model, optimizer)
+    for handle in handles:
+        handle.remove()
+    step(model, optimizer)
+    net.bias.register_post_accumulate_grad_hook(zero)
+    step(model, optimizer)
+    first, second, third = (line["backwards"][0] for line in read_folder(traced)[0].steps)
+    assert behind_hooks(first) == first["averaged"]  # of one rank
+    weight, bias = zip(hashes_in(first["local"]["0"]), hashes_in(first["hooked"]["0"]), strict=True)
+    assert weight[0] != weight[1]
+    assert bias[0] == bias[1]  # they only read
+    assert second["hooked"] == {}
+    assert len(net.weight._post_accumulate_grad_hooks) == 1  # the ready hook of dpfuse alone
+    weight, bias = zip(hashes_in(third["local"]["0"]), hashes_in(third["hooked"]["0"]), strict=True)
+    assert weight[1] == ABSENT
+    assert bias[1] not in (ABSENT, bias[0])
+
+
+def test_weights_are_hashed_in_each_forward_but_not_inside_the_step_of_an_optimizer(traced):
+    model = dpfuse.DataParallel(nn.Linear(4, 2))
+    inputs = torch.randn(3, 4)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+    model(inputs).square().mean().backward()
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(inputs).square().mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    model(inputs).square().mean().backward()
+    optimizer.step(closure)
+    for line in read_folder(traced)[0].steps:
+        assert ["weights" in one for one in line["forwards"]] == [True, *[False] * (len(line["forwards"]) - 1)]
+        assert line["forwards"][0]["weights"]["0"] == line["before step"] != line["parameters"]
 
 
 def test_sparse_gradients_are_looked_at_only_for_none(traced):

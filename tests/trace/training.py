@@ -68,7 +68,7 @@ def train(
     """Train `STEPS` steps of `MICRO` batches, and let a plant change what it likes at the points that are named."""
     rank = dist.get_rank()
     run = SimpleNamespace(
-        rank=rank, step=-1, micro=MICRO, width=16, seed=1, options={}, hook=None, context=nullcontext()
+        rank=rank, step=-1, micro=MICRO, width=16, seed=1, options={}, hook=None, context=nullcontext(), index=0
     )
 
     def at(point: str, value: Any = None) -> Any:
@@ -92,6 +92,7 @@ def train(
         for run.step in range(STEPS):
             at("step begins")
             for micro in range(run.micro):
+                run.index = micro
                 inputs = at("inputs", torch.randn(4, 6, generator=data) + random.random() + np.random.rand())
                 targets = at("targets", torch.randint(3, (4,), generator=data))
                 with nullcontext() if micro == run.micro - 1 else wrapped.no_sync(), run.context:
@@ -111,6 +112,20 @@ def train(
 
 Plant = Callable[[str, Any, Any], Any]
 PLANTS: dict[str, tuple[str, int, int, Plant]] = {}  # cause, step, rank, what is done
+# Of some of them: which of the micro-batches differs first; None where it is no batch that differs.
+BATCHES: dict[str, int | None] = {
+    "numpy_is_seeded_on_rank_1": 0,
+    "one_number_of_a_batch": 0,
+    "one_number_of_the_second_batch": 1,
+    "another_backward": 0,
+    "a_hook_on_rank_1": 0,
+    "a_hook_behind_accumulation_on_rank_1": 0,
+    "wrong_once": 1,  # the first one is not averaged
+    "weights_written_between_batches": 1,
+    "weights_written_before_the_step": None,
+    "another_clip": None,
+    "another_seed": None,
+}
 
 
 def plants(cause: str, step: int, rank: int = 0) -> Callable[[Plant], Plant]:
@@ -178,6 +193,13 @@ def weights_loaded_after_wrapping(point, run, value):
 def one_number_of_a_batch(point, run, value):
     if point == "inputs" and run.step == 3 and run.rank == 1:
         value[2, 3] += 1e-6
+    return value
+
+
+@plants("data", 1)
+def one_number_of_the_second_batch(point, run, value):
+    if point == "inputs" and run.step == 1 and run.index == 1:
+        value[0, 1] += 1e-6
     return value
 
 
@@ -278,6 +300,33 @@ for name, step, change in (
 PLAIN_HOOK = _hooked(_plain)
 
 
+def _hook_of_rank_1(at_step: int, change: Callable[[Tensor], Any], put: str = "register_hook", when: str = "wrapped"):
+    """A hook on one parameter, which acts in one step; it is put behind wrapping, or before ("weights")."""
+
+    def plant(point, run, value):
+        if point == when and run.rank == 1:
+            getattr(run.net.last.weight, put)(lambda given: change(given) if run.step == at_step else None)
+        return value
+
+    return "program", at_step, 1, plant
+
+
+def _double(grad: Tensor) -> None:
+    grad.mul_(2)
+
+
+def _halve_accumulated(param: Tensor) -> None:
+    param.grad.mul_(0.5)
+
+
+PLANTS["a_hook_on_rank_1"] = _hook_of_rank_1(3, lambda grad: grad.clamp(-1e-3, 1e-3))
+PLANTS["an_earlier_hook_on_rank_1"] = _hook_of_rank_1(2, lambda grad: grad * 2, when="weights")
+PLANTS["a_hook_that_writes_on_rank_1"] = _hook_of_rank_1(4, _double)
+PLANTS["a_hook_behind_accumulation_on_rank_1"] = _hook_of_rank_1(
+    1, _halve_accumulated, "register_post_accumulate_grad_hook"
+)
+
+
 @plants("optimizer", 2)
 def another_clip(point, run, value):
     return 0.05 if point == "clip" and run.step == 2 else value
@@ -302,11 +351,33 @@ def a_state_of_the_optimizer_on_rank_1(point, run, value):
     return value
 
 
-@plants("optimizer", 3)
+@plants("written", 3)
 def weights_changed_between_steps(point, run, value):
     if point == "after step" and run.step == 2:
         with torch.no_grad():
             run.net.last.weight.mul_(0.999)
+    return value
+
+
+@plants("written", 4, rank=1)
+def weights_written_through_data_on_rank_1(point, run, value):
+    if point == "step begins" and run.step == 4 and run.rank == 1:
+        run.net.first.weight.data.view(-1)[3] += 1
+    return value
+
+
+@plants("written", 1)
+def weights_written_between_batches(point, run, value):
+    if point == "inputs" and run.step == 1 and run.index == 1:
+        with torch.no_grad():
+            run.net.first.bias.add_(1e-3)
+    return value
+
+
+@plants("written", 3)
+def weights_written_before_the_step(point, run, value):
+    if point == "before step" and run.step == 3:
+        run.net.last.bias.data.zero_()
     return value
 
 

@@ -190,8 +190,8 @@ def _void(resumed: Sequence[str], steps: int, found: Difference) -> Numbers:
 
 def _place(found: Difference) -> str:
     parameter = f", {found.parameter}" if found.parameter else ""
-    step = "the start" if found.step < 0 else f"step {found.step}"
-    return f"{step}, rank {found.rank}: {found.what}{parameter} (class: {found.cause})"
+    place = f"the start, rank {found.rank}" if found.step < 0 else found.place
+    return f"{place}: {found.what}{parameter} (class: {found.cause})"
 
 
 def losses_of(trace: RankTrace) -> list[float]:
