@@ -7,17 +7,19 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dpfuse.commands.doctor.cut_windows import changed_gradients, lost_batches, name_list, unaveraged_step
+from dpfuse.commands.doctor.hooked_gradients import changed_on_some_ranks
 from dpfuse.commands.doctor.runs import Run
 from dpfuse.commands.doctor.speed import WORTH, Link, Speed, Timing
 from dpfuse.findings import ALONE as ALONE_CODE
 from dpfuse.findings import CHANGED_IN_WINDOW, CUT_WINDOW, EACH_AVERAGED, SAME_BATCHES, SAME_ORDER, WEIGHTS
-from dpfuse.trace.trace_file import MODULE_BUFFERS
+from dpfuse.trace.trace_file import BEFORE_STEP, MODULE_BUFFERS
+from dpfuse.weights.finding import kind_in
 
 __all__ = ["Finding", "findings_of", "remarks_of"]
 
 DIFFER, SAME, ALONE = "the weights of the ranks differ", "the same batches on every rank", "a group of one rank"
 LEFT_OUT, BUFFERS = "a rank leaves out steps", "buffers differ between ranks"
-CHECKED = {DIFFER: WEIGHTS, SAME: SAME_BATCHES}  # dpfuse's own checks find these, too, and say more
+CHECKED = {DIFFER: WEIGHTS, SAME: SAME_BATCHES}  # dpfuse's own checks find these, too
 LOGGED = {ALONE_CODE: ALONE}  # what dpfuse logs only, and here is wrong
 SLOW_RANK, SLOW_LOADER = "a rank is slow", "the loader is slow"
 LOST = 0.1  # of a step: less is not told
@@ -54,16 +56,13 @@ def findings_of(runs: Sequence[Run], speed: Speed | None = None) -> tuple[Findin
         runs: all of the doctor's.
         speed: of these runs; None where it was not measured.
     """
-    said = [(run, finding) for run in runs for finding in _said(run)]
+    # The trace of a rank that has failed is shorter, and no step was left out.
+    traced = [(run, finding) for run in runs if not run.failed for finding in _traced(run)]
+    exact = next((finding for _, finding in traced if finding.title == DIFFER), None)
+    said = [(run, _with_the_step(finding, exact)) for run in runs for finding in _said(run)]
     seen = {finding.code for _, finding in said} | {finding.title for _, finding in said}
-    traced = [
-        (run, one)
-        for run in runs
-        if not run.failed  # the trace of a rank that has failed is shorter, and no step was left out
-        for one in _traced(run)
-        if not {CHECKED.get(one.title), one.title} & seen
-    ]
-    return (*_once([*said, *traced]), *(_lost_time(speed.timings) if speed is not None else ()))
+    unsaid = [(run, one) for run, one in traced if not {CHECKED.get(one.title), one.title} & seen]
+    return (*_once([*said, *unsaid]), *(_lost_time(speed.timings) if speed is not None else ()))
 
 
 def remarks_of(runs: Sequence[Run], link: Link | None) -> tuple[Finding, ...]:
@@ -74,9 +73,8 @@ def remarks_of(runs: Sequence[Run], link: Link | None) -> tuple[Finding, ...]:
         link: how gradients travel; None where it was not measured.
     """
     logged = [(run, finding) for run in runs for finding in _noted(run, "log") if finding.code not in LOGGED]
-    shown = [
-        (run, finding) for run in runs for kind in (_in_windows, _same_order, _own_buffers) for finding in kind(run)
-    ]
+    looks = (_in_windows, _own_hooks, _same_order, _own_buffers)
+    shown = [(run, finding) for run in runs for look in looks for finding in look(run)]
     counted = [(run, finding) for run in runs for finding in _each_averaged(run, link)]
     return _once([*logged, *shown, *counted])
 
@@ -111,6 +109,13 @@ def _lost_time(timings: Sequence[Timing]) -> Iterator[Finding]:
 
 def _is_much(seconds: float, timing: Timing) -> bool:
     return seconds > max(LOST * timing.mean, NOTICED)
+
+
+def _with_the_step(said: Finding, exact: Finding | None) -> Finding:
+    """Return what dpfuse has said of weights that differ with the step and the parameters that a trace shows."""
+    if said.code != WEIGHTS or exact is None:
+        return said
+    return Finding(WEIGHTS, DIFFER, f"{exact.text} {kind_in(said.text)}".strip(), ())
 
 
 def _once(found: Sequence[tuple[Run, Finding]]) -> tuple[Finding, ...]:
@@ -175,12 +180,19 @@ def _traced(run: Run) -> Iterator[Finding]:
         return
     parting = _parting(run)
     if parting is not None:
-        step, names = parting
+        step, names, before = parting
+        where = f" in {name_list(names)}" if names else ""
         text = (
-            f"after step {step} the ranks hold different weights{f' in {name_list(names)}' if names else ''}, expected "
-            "equal ones, since their averaged gradients are equal; is each wrapped, trained by the same optimizer, and "
-            "loaded on every rank?"
+            f"after step {step} the ranks hold different weights{where}, expected equal ones, since their averaged "
+            "gradients are equal"
         )
+        if before is not None:
+            text += (
+                f". They were equal after step {before} and differed when step {step} began, so other code than the "
+                "optimizer has written them. Do the same on every rank."
+            )
+        else:
+            text += "; is each wrapped, trained by the same optimizer, and loaded on every rank?"
         yield Finding("", DIFFER, text, ())
     if _same_batches(run):
         text = (
@@ -190,17 +202,18 @@ def _traced(run: Run) -> Iterator[Finding]:
         yield Finding("", SAME, text, ())
 
 
-def _parting(run: Run) -> tuple[int, list[str]] | None:
+def _parting(run: Run) -> tuple[int, list[str], int | None] | None:
     """Return the first step after which weights differ that all ranks have stepped by the same averaged gradients.
 
     Ranks may well train apart for a while: inside of `no_sync()`, or with a hook that averages over some of them. Their
     weights then differ before such a step, too.
 
     Returns:
-        The step, and the names of the parameters, as far as they were hashed one by one.
+        The step, the names of the parameters, as far as they were hashed one by one, and the step before of that
+        optimizer if they were equal behind it and differed when this one began.
     """
     first = run.traces[0]
-    apart: dict[int, bool] = {}  # by optimizer: whether the weights differ since its last step
+    last: dict[int, tuple[int, bool]] = {}  # by optimizer: its last step, and whether the weights differ since then
     for step in range(run.steps):
         lines = [trace.steps[step] for trace in run.traces.values()]
         names = first.optimizers[lines[0]["optimizer"]]["names"]
@@ -208,14 +221,17 @@ def _parting(run: Run) -> tuple[int, list[str]] | None:
             continue  # each rank steps its own part
         averages = [_averages(line) for line in lines]
         name = "parameters" if "parameters" in lines[0] else "all_parameters"
-        was_apart = apart.get(lines[0]["optimizer"], False)
-        apart[lines[0]["optimizer"]] = differ = len({line[name] for line in lines}) > 1
+        before, was_apart = last.get(lines[0]["optimizer"], (None, False))
+        differ = len({line[name] for line in lines}) > 1
+        last[lines[0]["optimizer"]] = step, differ
         if differ and not was_apart and averages[0] and all(one == averages[0] for one in averages):
-            return step, [
+            begun_apart = len({line.get(BEFORE_STEP) for line in lines}) > 1
+            found = [
                 one
                 for index, one in enumerate(names)
                 if name == "parameters" and len({line[name][8 * index : 8 * index + 8] for line in lines}) > 1
             ]
+            return step, found, before if begun_apart else None
     return None
 
 
@@ -274,6 +290,13 @@ def _in_windows(run: Run) -> Iterator[Finding]:
         text = look(run.traces) if run.traces else None
         if text is not None:
             yield Finding(code, title, text, ())
+
+
+def _own_hooks(run: Run) -> Iterator[Finding]:
+    """Yield that hooks of the program change gradients on some ranks alone."""
+    text = changed_on_some_ranks(run.traces) if run.traces else None
+    if text is not None:
+        yield Finding("", "gradients are changed on some ranks", text, ())
 
 
 def _same_order(run: Run) -> Iterator[Finding]:

@@ -119,6 +119,7 @@ RIGHT = (
 
 PLANTED = [
     *(Case("loop", f"planted.py {name}", code, "" if code in ADVICE else code) for name, code in LOOPS.items()),
+    Case("loop", "planted.py hook_clamps_gradients_of_rank_0", "on rank 0 alone, hooks of the program change"),
     *(Case("drift", f"planted.py {name}", DRIFT, f"{DRIFT}|a rank leaves out steps") for name in DRIFTS),
     *(Case("link", program, said, "a group of one rank", ranks=1) for program, said in LINKS.items()),
     *(

@@ -23,6 +23,7 @@ from dpfuse.commands.doctor.speed import Link, measure
 from dpfuse.commands.doctor.summary import summary
 from dpfuse.commands.machine import machine_facts, software_versions
 from dpfuse.trace.comparison import Difference
+from dpfuse.weights.finding import Drift, Measured
 from tests.commands.doctor.made import plain_facts, run_of, timed, traces_of, window
 from tests.trace.training import train
 
@@ -230,13 +231,21 @@ def test_what_dpfuse_says_counts_once_with_its_code():
     assert (found.code, found.text, found.where) == ("DPF-L01", "step 3", ("run 2, dpfuse",))
 
 
-def test_a_code_of_a_check_stands_for_what_the_trace_shows(ranks, tmp_path):
+def test_of_weights_that_differ_a_trace_tells_the_step_and_a_check_the_kind(ranks, tmp_path):
     ranks(trained, tmp_path, drifted)
-    note = {"what": "warning", "kind": "WeightsWarning", "code": "DPF-W01", "text": "DPF-W01: last.bias"}
     run = run_of(tmp_path, 1, "torch")
-    assert [one.code for one in findings_of([run])] == [""]
+    (found,) = findings_of([run])
+    assert (found.code, "after step 2" in found.text) == ("", True)
+    drift = Drift(("last.bias",), 8, (3,), 1, 62, (1,), 0, 2, (Measured(1, 0.5, True, 0.0),), 1)
+    note = {"what": "warning", "kind": "WeightsWarning", "code": "DPF-W01", "text": drift.text(0)}
     run.facts["0"]["findings"] = [note]
-    assert [one.code for one in findings_of([run])] == ["DPF-W01"]
+    (told,) = findings_of([run])
+    assert (told.code, told.title) == ("DPF-W01", found.title)
+    assert told.text == f"{found.text} It is one bit, as after a fault of memory."
+    for trace in run.traces.values():
+        trace.steps.clear()  # without a step that shows it, the check has the word
+    (told,) = findings_of([run])
+    assert told.text == drift.text(0).removeprefix("DPF-W01: ")
 
 
 def same_data(point, run, value):
@@ -253,11 +262,20 @@ def trained(rank: int, size: int, folder: Path, plant) -> None:
     train(folder, "torch", plant)
 
 
+def written(point, run, value):
+    if point == "after step" and run.step == 2 and run.rank == 1:
+        run.net.last.bias.data.add_(1.0)
+    return value
+
+
 @pytest.mark.parametrize(
     ("plant", "title", "words"),
     [
         (same_data, "the same batches on every rank", "DistributedSampler"),
         (drifted, "the weights of the ranks differ", "after step 2 the ranks hold different weights in last.bias"),
+        (drifted, "the weights of the ranks differ", "trained by the same optimizer, and loaded on every rank?"),
+        (written, "the weights of the ranks differ", "after step 3 the ranks hold different weights in last.bias"),
+        (written, "the weights of the ranks differ", "They were equal after step 2 and differed when step 3 began, so"),
     ],
 )
 def test_traces_show_what_is_wrong_also_under_torchs_class(plant, title, words, ranks, tmp_path):
@@ -265,6 +283,52 @@ def test_traces_show_what_is_wrong_also_under_torchs_class(plant, title, words, 
     (found,) = findings_of([run_of(tmp_path, 1, "torch")])
     assert found.title == title
     assert words in found.text
+
+
+HOOKS = {  # the ranks on which the program puts a hook, what it returns, and whether that is told
+    "on one rank": ((0,), lambda grad, rank: grad.clamp(-1e-3, 1e-3), True),
+    "on one rank, where it only reads": ((0,), lambda grad, rank: None, False),
+    "on both ranks": ((0, 1), lambda grad, rank: grad.clamp(-1e-3, 1e-3), False),
+    "on both ranks, with a condition": ((0, 1), lambda grad, rank: grad * 0.5 if rank == 0 else None, True),
+    "on both ranks, without effect": ((0, 1), lambda grad, rank: grad.nan_to_num(), False),
+}
+
+
+def hooked(rank: int, size: int, folder: Path, name: str) -> None:
+    ranks_with_it, change, _ = HOOKS[name]
+
+    def plant(point, run, value):
+        if point == "wrapped" and rank in ranks_with_it:
+            run.net.last.weight.register_hook(lambda grad: change(grad, rank))
+        return value
+
+    train(folder, "torch", plant)
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_hooks_that_change_gradients_on_one_rank_alone_are_a_remark(name, ranks, tmp_path):
+    ranks(hooked, tmp_path, name)
+    run = run_of(tmp_path, 1, "torch")
+    assert findings_of([run]) == ()
+    found = remarks_of([run], None)
+    told = HOOKS[name][-1]
+    assert [one.title for one in found] == ["gradients are changed on some ranks"] * told
+    if told:
+        assert "on rank 0 alone, hooks of the program change gradients" in found[0].text
+        assert "those of last.weight of model 0 (Net)" in found[0].text
+
+
+def test_a_hook_that_both_ranks_have_may_change_on_one_what_it_has_to():
+    run = timed(1, "torch", steps=4)
+    for rank, trace in run.traces.items():
+        trace.models[0]["names"] = ["weight"]
+        for step, line in enumerate(trace.steps):
+            behind = "b" * 8 if rank == 1 and step == 2 else "a" * 8  # one gradient was too large
+            line["backwards"] = [{"value": 1.0, "local": {"0": "a" * 8}, "hooked": {"0": behind}}]
+    assert remarks_of([run], None) == ()
+    for line in run.traces[0].steps:
+        line["backwards"][0]["hooked"] = {}
+    assert [one.title for one in remarks_of([run], None)] == ["gradients are changed on some ranks"]
 
 
 def traced(*ranks, count=1, unused=()):

@@ -154,6 +154,18 @@ def each_rank_wraps_with_a_group_of_its_own(rank, size):
 
 
 @program
+def hook_clamps_gradients_of_rank_0(rank, size):
+    model, optimizer = trained()
+    if rank == 0:
+        for param in model.parameters():
+            param.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+    for x, y in batches():
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        optimizer.step()
+
+
+@program
 def accumulation_without_no_sync(rank, size):
     model, optimizer = trained()
     for index, (x, y) in enumerate(batches()):
