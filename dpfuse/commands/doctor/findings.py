@@ -58,7 +58,7 @@ def findings_of(runs: Sequence[Run], speed: Speed | None = None) -> tuple[Findin
     """
     # The trace of a rank that has failed is shorter, and no step was left out.
     traced = [(run, finding) for run in runs if not run.failed for finding in _traced(run)]
-    exact = next((finding for _, finding in traced if finding.title == DIFFER), None)
+    exact = next((one for title in (DIFFER, LEFT_OUT) for _, one in traced if one.title == title), None)
     said = [(run, _with_the_step(finding, exact)) for run in runs for finding in _said(run)]
     seen = {finding.code for _, finding in said} | {finding.title for _, finding in said}
     unsaid = [(run, one) for run, one in traced if not {CHECKED.get(one.title), one.title} & seen]
@@ -112,10 +112,10 @@ def _is_much(seconds: float, timing: Timing) -> bool:
 
 
 def _with_the_step(said: Finding, exact: Finding | None) -> Finding:
-    """Return what dpfuse has said of weights that differ with the step and the parameters that a trace shows."""
+    """Return what dpfuse has said of weights that differ, with the step that a trace shows."""
     if said.code != WEIGHTS or exact is None:
         return said
-    return Finding(WEIGHTS, DIFFER, f"{exact.text} {kind_in(said.text)}".strip(), ())
+    return Finding(WEIGHTS, exact.title, f"{exact.text} {kind_in(said.text)}".strip(), ())
 
 
 def _once(found: Sequence[tuple[Run, Finding]]) -> tuple[Finding, ...]:

@@ -248,6 +248,18 @@ def test_of_weights_that_differ_a_trace_tells_the_step_and_a_check_the_kind(rank
     assert told.text == drift.text(0).removeprefix("DPF-W01: ")
 
 
+def test_of_a_step_that_is_left_out_the_trace_has_the_number_too():
+    drift = Drift(("weight",), 1, (3,), 1, 62, (1,), 0, 2, (Measured(3, 0.5, False, 0.5),), 1)
+    note = {"what": "warning", "kind": "WeightsWarning", "code": "DPF-W01", "text": drift.text(0)}
+    run = traced(EQUAL_STEPS, EQUAL_STEPS)
+    run.traces[1].steps[1]["backwards"] *= 2
+    run.facts["0"]["findings"] = [note]
+    (told,) = findings_of([run])
+    assert (told.code, told.title) == ("DPF-W01", "a rank leaves out steps")
+    assert "step 1 comes behind other numbers of averaged backwards" in told.text
+    assert told.text.endswith("The values differ by the factor 0.5, as after weight decay or a scaling on some ranks.")
+
+
 def same_data(point, run, value):
     return torch.full_like(value, run.step) if point == "inputs" else value
 
