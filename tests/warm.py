@@ -273,6 +273,7 @@ def serve(path: str, own: dict[str, str]) -> Request:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     # As in a new Python, also where the tests ignore Ctrl-C because a shell has started them in the background.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the server may be under `nohup`
     selector.close()
     for connection in (waker, woken, listener, client, *clients.values()):
         connection.close()

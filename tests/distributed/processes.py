@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +44,14 @@ def start(*arguments: object, warm: bool = False, **variables: str) -> subproces
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # A process that a shell starts in the background ignores Ctrl-C, and so do its children.
-        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+        preexec_fn=_hear_signals,
     )
+
+
+def _hear_signals() -> None:
+    """Ignore no signal: what a shell starts in the background ignores Ctrl-C, under `nohup` SIGHUP, and so do forks."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def run(
