@@ -347,6 +347,8 @@ def _tried(runs: Sequence[Run], timings: Sequence[Timing], noise: float | None) 
     if 1 - after.median / now > max(CLEAR * noise, WORTH):
         return (Advice(what, how, now, after.median, measured=True),), ""
     times = f"a step took {1e3 * after.median:.3g} ms in a run with it, and {1e3 * now:.3g} without"
+    if after.median < now:
+        return (), f"to {what} was tried: {times}, which may be chance"
     return (), f"to {what} was tried, and saves no time: {times}"
 
 

@@ -132,8 +132,8 @@ def test_short_messages_are_not_made_shorter():
             "send 16 bits: a step took 70 ms in a run with it, and 100 without; wire_dtype=torch.bfloat16; gradients "
             "are rounded",
         ),
-        ("narrow", 12, 0.045, ""),  # seven percent, where runs of one kind differ by four
-        ("narrow", 12, 0.08, ""),
+        ("narrow", 12, 0.045, "which may be chance"),  # seven percent, where runs of one kind differ by four
+        ("narrow", 12, 0.08, "saves no time"),
         (
             "tuned",
             42,
@@ -141,15 +141,16 @@ def test_short_messages_are_not_made_shorter():
             "let the tuner choose the buckets: a step took 70 ms in a run with it, and 100 without; "
             'bucket_cap_mb="auto"',
         ),
-        ("tuned", 36, 0.02, None),  # too few steps behind the tuner's
+        ("tuned", 36, 0.02, ""),  # too few steps behind the tuner's
     ],
 )
 def test_an_argument_is_advised_where_a_run_with_it_was_faster_than_runs_differ(wrapper, steps, backward, said):
     run = timed(5, wrapper, steps=steps, **{**PARTS, "backward": backward})
     run.facts["0"]["tunings"] = [{"done": True, "error": ""}] if wrapper == "tuned" else []
     found = measure([*compared(0.01), run], deep=2)
-    assert [one.explain() for one in found.advice] == ([said] if said else [])
-    assert found.tried.startswith("to send 16 bits was tried, and saves no time: a step took") == (said == "")
+    assert [one.explain() for one in found.advice] == [said] * said.startswith(("send", "let"))
+    assert (said in found.tried) == (not found.advice)
+    assert bool(found.tried) == bool(said and not found.advice)
     assert [one.wrapper for one in found.timings] == ["torch", "dpfuse", "torch", "dpfuse"]
 
 
