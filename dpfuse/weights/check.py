@@ -36,13 +36,7 @@ from dpfuse.engine.report_layout import Question, ReportPlace
 from dpfuse.engine.streams import capturing
 from dpfuse.findings import OTHER_TENSORS, REST, WEIGHTS, Level, findings, say
 from dpfuse.weights.examination import Differences, compare, measure
-from dpfuse.weights.finding import (
-    OF_ANOTHER,
-    OF_BACKWARDS,
-    Drift,
-    Phrases,
-    tell_other_tensors,
-)
+from dpfuse.weights.finding import OF_BACKWARDS, Drift, Phrases, tell_other_tensors
 from dpfuse.weights.hashing import Hashing, Hold
 from dpfuse_kernels.bit_hash import BITS
 
@@ -384,7 +378,7 @@ class WeightsCheck(Feature):
         self._false_alarms = 0
         own = hashing if takes_part else None
         first = max(self._last_equal(hashing, place) for place in new)
-        apart = measure(own, self._after_step, new, first, self._group, device)
+        apart = measure(own, self._after_step, new, first, self._group, device, suspects=bool(cause))
         names_now = tuple(names[place] for place in new)
         frozen = self._are_frozen(names_now)
         finding = Drift(
@@ -404,7 +398,7 @@ class WeightsCheck(Feature):
         rank = self._group.rank()
         level: Level = "warn" if self._level == "raise" and finding.may_be_meant else self._level
         if suspected and not frozen:  # what a rank has added to gradients changes no other parameter
-            self._found = REST, finding.text(rank, cause=cause or OF_ANOTHER), level
+            self._found = REST, finding.text_of_rest(rank, cause, apart.suspects), level
         else:
             self._found = WEIGHTS, finding.text(rank), level
         self.known |= dict.fromkeys(finding.names, self._noticed)

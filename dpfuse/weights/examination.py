@@ -46,12 +46,14 @@ class Distances:
         measured: of each rank that differs, how far it lies from `reference`.
         count: the number of tensors that were measured, from the first on.
         first: the averaged backward behind which the tensors were equal, as far as any rank knows.
+        suspects: ranks that have seen what may have made the weights differ.
     """
 
     reference: int
     measured: dict[int, Measured]
     count: int
     first: int
+    suspects: tuple[int, ...]
 
 
 @torch.no_grad()
@@ -104,6 +106,8 @@ def measure(
     first: int,
     group: dist.ProcessGroup,
     device: torch.device,
+    *,
+    suspects: bool,
 ) -> Distances:
     """Measure how far the ranks lie apart in tensors that differ; to be called on every rank with the same places.
 
@@ -115,6 +119,7 @@ def measure(
         first: the averaged backward behind which they were equal, as far as this rank knows.
         group: the ranks.
         device: on which the group communicates.
+        suspects: whether this rank has seen what may have made the weights differ.
     """
     memories = [None if hashing is None else hashing.memory_of(place) for place in places]
     mine = NOTHING
@@ -145,7 +150,7 @@ def measure(
         collective.broadcast(data, group, source=reference)
         if memory is not None and own is not None and own.numel() == size:
             total.add(memory, data.to(memory.device))
-    own_row = [total.elements, total.largest, total.bits, total.factor or 0.0, first]
+    own_row = [total.elements, total.largest, total.bits, total.factor or 0.0, first, float(suspects)]
     told = torch.tensor(own_row, dtype=torch.float64, device="cpu")
     found = [each.tolist() for each in collective.all_gather(told.to(device), group)]
     measured = {
@@ -153,7 +158,8 @@ def measure(
         for rank, row in enumerate(rows)
         if row not in (NOTHING, rows[reference])
     }
-    return Distances(reference, measured, count, max(int(row[4]) for row in found))
+    with_cause = tuple(rank for rank, row in enumerate(found) if row[5])
+    return Distances(reference, measured, count, max(int(row[4]) for row in found), with_cause)
 
 
 class _Distance:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from dpfuse.findings import OTHER_TENSORS, REST, WEIGHTS
 
 __all__ = [
-    "OF_ANOTHER",
     "OF_BACKWARDS",
+    "TOLD_ELSEWHERE",
     "Drift",
     "Measured",
     "Phrases",
@@ -19,9 +19,12 @@ __all__ = [
 ]
 
 OF_ANOTHER = (
-    "On another rank, backwards that were not synchronised have added to the mean over the ranks before a step; its "
-    "error names the place."
+    "On {rank}, backwards that were not synchronised have added to the mean over the ranks before a step; its error "
+    "names the place."
 )
+AS_ANOTHER = "Rank {rank} has seen such a step, too."
+# Matches the texts of DPF-L01 of ranks beside the one whose text is to be read.
+TOLD_ELSEWHERE = rf"{REST}: rank \d+: (On rank|.*\bRank \d+ has seen such a step, too)"
 PAGE = " The page guide/loops.md has a section on DPF-L01."
 NAMED = 3  # parameters that are named
 EXPECTED, BECAME = "expected equal bits.", "They became different"  # between them a message says what kind it is of
@@ -105,26 +108,35 @@ class Drift:
         """Whether one bit of one element differs, in a parameter with others."""
         return len(self.names) == 1 and self.numels[0] > 1 and all(one.one_bit for one in self.measured)
 
-    def text(self, rank: int, cause: str = "") -> str:
-        """Return the message for this rank; apart from its number it is the same on every rank.
-
-        Args:
-            rank: of this process.
-            cause: what a rank has seen that may have made them differ, in sentences.
-        """
-        remedy = REMEDY.format(first=self.first + 1, how=self.words.synchronize)
+    def text(self, rank: int) -> str:
+        """Return the message for this rank; apart from its number it is the same on every rank."""
         look = "If each rank is to have its own, ignore this warning. Else: " if self.may_be_meant else ""
         look += LOOK
-        if cause:
-            return (
-                f"{REST}: rank {rank}: {cause} After the step the weights of the ranks differ. {self._which()} "
-                f"{self._distance()} {remedy}{PAGE}"
-            )
         return (
             f"{WEIGHTS}: rank {rank}: the weights of the ranks differ after the optimizer's step, {EXPECTED} "
             f"{self._kind()}{BECAME} after {self.words.averaged} {self.first} and before {self.last}. {self._which()} "
-            f"{self._ranks()} {self._distance()} {look}{remedy}"
+            f"{self._ranks()} {self._distance()} {look}{self._remedy()}"
         )
+
+    def text_of_rest(self, rank: int, cause: str, suspects: Sequence[int]) -> str:
+        """Return the message for this rank where backwards that were not synchronised have made them differ.
+
+        Args:
+            rank: of this process.
+            cause: what this rank has seen, in sentences; empty if nothing.
+            suspects: ranks that have seen something.
+        """
+        if not cause:
+            cause = OF_ANOTHER.format(rank=f"rank {suspects[0]}" if suspects else "another rank")
+        elif rank != suspects[0]:
+            cause += f" {AS_ANOTHER.format(rank=suspects[0])}"
+        return (
+            f"{REST}: rank {rank}: {cause} After the step the weights of the ranks differ. {self._which()} "
+            f"{self._distance()} {self._remedy()}{PAGE}"
+        )
+
+    def _remedy(self) -> str:
+        return REMEDY.format(first=self.first + 1, how=self.words.synchronize)
 
     def _which(self) -> str:
         named = ", ".join(map(repr, self.names[:NAMED]))

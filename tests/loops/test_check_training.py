@@ -53,6 +53,7 @@ def test_raise_is_an_error_two_averages_after_the_first_such_step(rank, size, fa
     errors, warned = late_switch(face(mlp(), check_training="raise"), rank, 4)
     assert [(step, error.code) for step, error in errors] == [(2, "DPF-L01")]
     assert f"rank {rank}: SGD has stepped on gradients that are not the mean over the ranks" in str(errors[0][1])
+    assert ("Rank 0 has seen such a step, too." in str(errors[0][1])) is (rank > 0)
     assert "test_check_training.py:" in str(errors[0][1])
     assert warned == []
 
@@ -63,7 +64,7 @@ def test_a_rank_that_has_seen_nothing_raises_too(rank, size):
         errors, _ = late_switch(model, rank, 4)
     ((step, error),) = errors
     assert (step, error.code) == (2, "DPF-L01")
-    assert ("On another rank, backwards that were not synchronised" in str(error)) is (rank == 1)
+    assert ("On rank 0, backwards that were not synchronised" in str(error)) is (rank == 1)
 
 
 def test_nothing_is_said_where_all_ranks_have_added_the_same(rank, size):
