@@ -30,7 +30,7 @@ from dpfuse.job.read_environment import LOOPBACK_HOSTS, environment, one_machine
 from dpfuse.job.signals import Signals
 from dpfuse.job.startup import REPLACEMENT, startup_variables
 
-__all__ = ["main"]
+__all__ = ["main", "run_job"]
 
 
 def _on_one_machine(args: argparse.Namespace) -> bool:
@@ -128,7 +128,13 @@ def _prepare(args: argparse.Namespace, nodes: Nodes | None, cleanup: ExitStack) 
     if wrapped:
         kind = "module" if args.module else "script"
         launch = rank_program.Launch(
-            os.getpid(), _visible_gpus(args), hosts, own, args.worker_logs is not None, args.seconds_to_end
+            os.getpid(),
+            _visible_gpus(args),
+            hosts,
+            own,
+            args.worker_logs is not None,
+            args.seconds_to_end,
+            args.shows_interrupts,
         )
         told = json.dumps(asdict(launch))
         args.training_script_args = [told, kind, args.training_script, *args.training_script_args]
@@ -141,7 +147,7 @@ def _run(args: argparse.Namespace, signals: Signals) -> None:
     from torch.distributed.launcher.api import elastic_launch
     from torch.distributed.run import config_from_args
 
-    from dpfuse.job.shutdown import machine_0_leaves_last, ranks_end_within
+    from dpfuse.job.shutdown import machine_0_leaves_last, ranks_end_within, silent_after_interrupt
 
     config, command, arguments = config_from_args(args)
     if args.worker_logs is not None:
@@ -150,8 +156,12 @@ def _run(args: argparse.Namespace, signals: Signals) -> None:
         shown = {int(rank) for rank in (args.local_ranks_filter or "0").split(",")}
         config.logs_specs = WorkerLogs(args.worker_logs, args.log_dir, shown)
     with ExitStack() as around:
-        config.signals_to_handle = signals.end_by(config.signals_to_handle, args.seconds_to_end)
+        # A worker of a loader would show a traceback, and its rank one of a worker that has died.
+        spared = () if args.shows_interrupts or not args.wrapped else (signal.SIGINT,)
+        config.signals_to_handle = signals.end_by(config.signals_to_handle, args.seconds_to_end, spared)
         around.enter_context(ranks_end_within(args.seconds_to_end, signals, hold=args.wrapped))
+        if not args.shows_interrupts:
+            around.enter_context(silent_after_interrupt(signals))
         if config.max_nodes > 1:
             from dpfuse.job.meeting import tells_while_waiting
 
@@ -187,13 +197,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Source: PyTorch's torchrun, whose flags all work, and Paddle's launchers, whose flags name cards and machines.
     """
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    with Signals(last=arguments is None) as signals:
-        return _launch(words, signals)
+    return run_job(list(sys.argv[1:] if arguments is None else arguments), last=arguments is None)
 
 
-def _launch(words: list[str], signals: Signals) -> int:
+def run_job(words: list[str], *, last: bool = False, shows_interrupts: bool = True) -> int:
+    """Start a job as `main` does.
+
+    Args:
+        words: the command line.
+        last: whether the process ends after this.
+        shows_interrupts: False prints one line after Ctrl-C: no traceback of a rank, and none of torchrun's lines.
+
+    Returns:
+        The exit code, as `main`.
+    """
+    with Signals(last=last) as signals:
+        return _launch(words, signals, shows_interrupts)
+
+
+def _launch(words: list[str], signals: Signals, shows_interrupts: bool) -> int:
     args = parse(words)
+    args.shows_interrupts = shows_interrupts
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError

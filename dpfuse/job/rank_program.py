@@ -65,6 +65,7 @@ class Launch:
     host: str = ""  # the address of this node, if it is known
     one_log: bool = False  # whether stderr goes into the file of stdout
     seconds_to_end: float = 8.0  # that a rank gets to end after it has failed
+    shows_interrupts: bool = True  # whether a KeyboardInterrupt that ends the program has a traceback
 
 
 def die_with_parent(parent: int) -> None:
@@ -285,6 +286,26 @@ def _own_frames_removed(error: BaseException) -> TracebackType | None:
     return trace
 
 
+def _hide_interrupts() -> None:
+    """Show no KeyboardInterrupt, and have one raised again where Python would drop it, such as in a hook of `fork`."""
+    show, show_dropped = sys.excepthook, sys.unraisablehook
+
+    def raised(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not issubclass(kind, KeyboardInterrupt):
+            show(kind, error, trace)
+
+    def dropped(unraisable: Any) -> None:
+        if issubclass(unraisable.exc_type, KeyboardInterrupt):
+            # Later, since it would be dropped again here.
+            again = threading.Timer(0.05, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+            again.daemon = True
+            again.start()
+        else:
+            show_dropped(unraisable)
+
+    sys.excepthook, sys.unraisablehook = raised, dropped
+
+
 def main() -> None:
     told, kind, target, *arguments = sys.argv[1:]
     launch = Launch(**json.loads(told))
@@ -292,6 +313,8 @@ def main() -> None:
     keep_signals()
     if launch.one_log:
         os.dup2(1, 2)
+    if not launch.shows_interrupts:
+        _hide_interrupts()
     set_paddle_variables(os.environ, launch.gpus, launch.hosts, launch.host)
     record = os.environ.get("TORCHELASTIC_ERROR_FILE")
     sys.argv = [target, *arguments]
@@ -307,7 +330,10 @@ def main() -> None:
             _run_script(target)
     except KeyboardInterrupt as error:
         record_exception(error.with_traceback(_own_frames_removed(error)), record)
-        raise  # Python ends by SIGINT
+        if launch.shows_interrupts:
+            raise  # Python ends by SIGINT
+        sys.excepthook(type(error), error, error.__traceback__)  # the program may have one of its own
+        end_process(128 + signal.SIGINT)  # with torch, Python itself takes a second for it
     except SystemExit as error:
         code = exit_code_of(error)
         if code:

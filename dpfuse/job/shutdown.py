@@ -9,6 +9,7 @@ torchrun.
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import time
@@ -27,7 +28,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException, Subpr
 from dpfuse.job.descendants import CLEANUP_SECONDS
 from dpfuse.job.signals import Signals, held_for_ranks
 
-__all__ = ["machine_0_leaves_last", "ranks_end_within"]
+__all__ = ["machine_0_leaves_last", "ranks_end_within", "silent_after_interrupt"]
 
 LEAVING = timedelta(seconds=5)  # for which machine 0 waits for the others, when all ranks have ended
 
@@ -99,6 +100,25 @@ def ranks_end_within(seconds: float, signals: Signals, *, hold: bool) -> Iterato
         patch.object(SimpleElasticAgent, "_restart_workers", restart_unless_asked),
     ):
         yield
+
+
+@contextmanager
+def silent_after_interrupt(signals: Signals) -> Iterator[None]:
+    """Let torchrun log nothing of its ranks once a Ctrl-C has ended them.
+
+    Args:
+        signals: entered; knows what has asked the job to end.
+    """
+    log = logging.getLogger(torchrun.__name__)
+
+    def passes(record: logging.LogRecord) -> bool:
+        return signals.asked != signal.SIGINT
+
+    log.addFilter(passes)
+    try:
+        yield
+    finally:
+        log.removeFilter(passes)
 
 
 @contextmanager

@@ -64,6 +64,7 @@ class Signals:
         self._ranks: Sequence[subprocess.Popen[bytes]] | None = None  # None while there are none, and none are started
         self._waiting: set[int] = set()  # for ranks
         self._ends: Collection[int] = ()
+        self._spared: Collection[int] = ()
         self._seconds = 0.0
         self._asked_at = self._deadline = float("inf")
         self._killed = False
@@ -98,12 +99,13 @@ class Signals:
         self._thread.join()
         os.close(self._told)
 
-    def end_by(self, names: str, seconds: float) -> str:
+    def end_by(self, names: str, seconds: float, spared: Collection[int] = ()) -> str:
         """Say which signals ask the job to end, and how long ranks may take.
 
         Args:
             names: of the signals, separated by commas.
             seconds: from the first of them.
+            spared: those of them that only ranks get, and not the processes that they have started.
 
         Returns:
             The names without SIGHUP if it is ignored, as under `nohup`.
@@ -113,7 +115,7 @@ class Signals:
             listed = [name for name in listed if name != signal.SIGHUP.name]
         found = {getattr(signal, name, None) for name in listed}
         self._ends = {number for number in found if isinstance(number, signal.Signals)} - {*KEPT_SIGNALS}
-        self._seconds = seconds
+        self._seconds, self._spared = seconds, spared
         return ",".join(listed)
 
     def acts_on(self, number: int) -> bool:
@@ -132,7 +134,7 @@ class Signals:
                 self._pass_on(number)
             self._waiting.clear()
             if self.asked is not None:
-                self._to_groups(self.asked)
+                self._to_ranks(self.asked)
 
     def ranks_restart(self) -> None:
         """Take note that there are no ranks until others are started."""
@@ -169,7 +171,7 @@ class Signals:
             elif number in self._ends and self.asked is None:
                 self.asked = signal.Signals(number)
                 self._asked_at, self._deadline = now, now + self._seconds
-                self._to_groups(number)
+                self._to_ranks(number)
             elif number == signal.SIGINT and now > self._asked_at + ONE_DELIVERY and not self._killed:
                 self._deadline = now
 
@@ -178,11 +180,11 @@ class Signals:
             if _takes(rank.pid, number):
                 rank.send_signal(number)
 
-    def _to_groups(self, number: int) -> None:
+    def _to_ranks(self, number: int) -> None:
         for rank in self._ranks or ():
             if rank.poll() is None:
                 with suppress(ProcessLookupError):
-                    os.killpg(rank.pid, number)
+                    (os.kill if number in self._spared else os.killpg)(rank.pid, number)
 
     def _end(self) -> None:
         """Kill the ranks; if the launcher does not end after that, end it as well."""
@@ -198,7 +200,7 @@ class Signals:
         with self._lock:
             self._killed = True
             self._deadline = time.monotonic() + LEAVING
-            self._to_groups(signal.SIGKILL)
+            self._to_ranks(signal.SIGKILL)
 
 
 def _do_nothing(number: int, frame: FrameType | None) -> None:

@@ -6,9 +6,10 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["REPLACEMENT", "startup_variables"]
+__all__ = ["OPTIONS", "REPLACEMENT", "startup_variables"]
 
 REPLACEMENT = "dpfuse.commands.replacement"  # puts dpfuse's class in the place of torch's, in each process
+OPTIONS = "DPFUSE_RUN_OPTIONS"  # the variable with the options of the wrappers that it makes, as JSON
 
 FOLDER = str(Path(__file__).resolve().parent / "at_startup")
 
