@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import math
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +22,8 @@ __all__ = ["main"]
 COMM_SIZES, LAST_SIZES = (1.0, 5.0, 25.0, 100.0), (0.1, 1.0)  # MB
 RANKS = tuple(8 << power for power in range(12))  # as in dpfuse.tune, which is not imported here
 RECORD = Path()  # of --simulate without a file: record a backward
+# How other launchers call the number of ranks.
+RANK_FLAGS = ("nproc_per_node", "nproc", "num_processes", "world_size", "gpus", "n", "np")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -29,20 +33,26 @@ def main(arguments: list[str] | None = None) -> int:
         arguments: without the name of the program; None takes those of this process.
 
     Returns:
-        0, or 1 if the command failed. A wrong command line ends the process with exit code 2.
+        0, or 1 if the command failed, or 130 after Ctrl-C. A wrong command line ends the process with exit code 2.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = _parser()
-    options = parser.parse_args(arguments)
+    if not arguments:
+        parser.print_help()
+        return 0
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        parser.exit(2, f"dpfuse {options.command}: {_unknown(parser, options.command, unknown[0])}\n")
     if options.command == "tune" and (options.model is None) == (options.simulate in (None, RECORD)):
         parser.error("tune: expected either module:factory or --simulate with a timeline file")
     try:
         return _run(options, arguments)
-    except DPFuseError as error:
+    except (DPFuseError, KeyboardInterrupt) as error:
         if dist.is_initialized():
             raise  # this process is a rank; its launcher names the rank and the exception
-        print(f"dpfuse {options.command}: {error}", file=sys.stderr)
-        return 1
+        interrupted = isinstance(error, KeyboardInterrupt)
+        print(f"dpfuse {options.command}: {'interrupted' if interrupted else error}", file=sys.stderr)
+        return 128 + signal.SIGINT if interrupted else 1
 
 
 def _run(options: argparse.Namespace, arguments: list[str]) -> int:
@@ -67,7 +77,7 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
     if options.command == "run":
         from dpfuse.commands.run_command import run
 
-        return run(_program(options), options.ranks)
+        return run(_program(options), options.ranks, {} if options.finite is None else {"check_finite": options.finite})
     if options.command == "tune":
         return _tune(options, arguments)
     from dpfuse.commands.bench_command import Effort, bench
@@ -103,11 +113,36 @@ def _tune(options: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="dpfuse", description="Buckets for your own model: show, tune, measure.")
+    parser = argparse.ArgumentParser(
+        prog="dpfuse",
+        description="Train your program with dpfuse in place of torch's DDP, examine it, and find its best buckets.",
+    )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(
         dest="command", required=True, metavar="run | doctor | diff | plan | tune | bench | env"
     )
+    text = "run a program as it is, with dpfuse in place of torch's DDP"
+    run = commands.add_parser("run", help=text, description=f"{text}.", allow_abbrev=False)
+    text = "ranks to start on this machine (default: none, this process is a rank, or the program starts them)"
+    run.add_argument("--ranks", type=_at_least_one, metavar="N", help=text)
+    text = "look for NaN and infinite values in gradients: warn on that rank, or raise on all (default: do not look)"
+    run.add_argument(*_spellings("check_finite"), dest="finite", choices=("warn", "raise"), help=text)
+    _program_of_the_user(run)
+    text = "run a program under torch's DDP and under dpfuse in turns: same numbers, how fast, what is wrong"
+    doctor = commands.add_parser("doctor", help=text, description=f"{text}.", allow_abbrev=False)
+    text = "ranks to start on this machine (default: one per GPU, without GPUs 2)"
+    doctor.add_argument("--ranks", type=_at_least_one, metavar="N", help=text)
+    _flag(doctor, "steps", _at_least_one, 50, "N", "optimizer steps, after which each run is ended")
+    _flag(doctor, "patience", _seconds, 600.0, "SECONDS", "without a step, after which a run is ended")
+    _flag(doctor, "out", Path, Path("dpfuse-doctor"), "DIR", "folder for the report")
+    text = "the program starts its ranks itself, as with torch.multiprocessing.spawn"
+    doctor.add_argument(*_spellings("own_ranks"), action="store_true", help=text)
+    _program_of_the_user(doctor)
+    text = "find where two runs part, which DPFUSE_TRACE has traced"
+    diff = commands.add_parser("diff", help=text, description=f"{text}.", allow_abbrev=False)
+    for name in ("one", "other"):
+        diff.add_argument(name, type=Path, metavar="FOLDER", help="a folder that DPFUSE_TRACE has named")
+    diff.add_argument("--json", action="store_true", help="as JSON")
     plan = _command(commands, "plan", "show the buckets of a model, beside those of torch's DDP; starts nothing")
     _flag(plan, "comm_buffer_size", _size, 25.0, "MB", "size at which a bucket is sent")
     _flag(plan, "last_comm_buffer_size", _size, 1.0, "MB", "the same for the bucket sent last")
@@ -129,30 +164,21 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="tell torch's DDP that some parameters get no gradient",
     )
-    text = "run a program as it is, with dpfuse in place of torch's DDP"
-    run = commands.add_parser("run", help=text, description=f"{text}.", allow_abbrev=False)
-    text = "ranks to start on this machine (default: none, this process is a rank, or the program starts them)"
-    run.add_argument("--ranks", type=_at_least_one, metavar="N", help=text)
-    _program_of_the_user(run)
-    text = "run a program under torch's DDP and under dpfuse in turns: same numbers, how fast, what is wrong"
-    doctor = commands.add_parser("doctor", help=text, description=f"{text}.", allow_abbrev=False)
-    text = "ranks to start on this machine (default: one per GPU, without GPUs 2)"
-    doctor.add_argument("--ranks", type=_at_least_one, metavar="N", help=text)
-    _flag(doctor, "steps", _at_least_one, 50, "N", "optimizer steps, after which each run is ended")
-    _flag(doctor, "patience", _seconds, 600.0, "SECONDS", "without a step, after which a run is ended")
-    _flag(doctor, "out", Path, Path("dpfuse-doctor"), "DIR", "folder for the report")
-    text = "the program starts its ranks itself, as with torch.multiprocessing.spawn"
-    doctor.add_argument(*_spellings("own_ranks"), action="store_true", help=text)
-    _program_of_the_user(doctor)
-    text = "find where two runs part, which DPFUSE_TRACE has traced"
-    diff = commands.add_parser("diff", help=text, description=f"{text}.", allow_abbrev=False)
-    for name in ("one", "other"):
-        diff.add_argument(name, type=Path, metavar="FOLDER", help="a folder that DPFUSE_TRACE has named")
-    diff.add_argument("--json", action="store_true", help="as JSON")
     text = "print machine and versions, for the report of a bug; starts nothing"
     env = commands.add_parser("env", help=text, description=f"{text}.", allow_abbrev=False)
     env.add_argument("--json", action="store_true", help="as JSON")
     return parser
+
+
+def _unknown(parser: Any, command: str, argument: str) -> str:
+    """Return what is wrong with an argument that a command does not know, and what to write, in one line."""
+    flag = argument.partition("=")[0]
+    text = f"unrecognized arguments: {argument}"
+    flags = parser._actions[-1].choices[command]._option_string_actions
+    if command in ("run", "doctor") and flag.lstrip("-").replace("-", "_") in RANK_FLAGS:
+        return f"{text}; expected --ranks, as in: dpfuse {command} --ranks 2 train.py"
+    close = difflib.get_close_matches(flag, flags, n=1)
+    return f"{text}; did you mean {close[0]}?" if close else f"{text}; see: dpfuse {command} --help"
 
 
 def _program_of_the_user(parser: argparse.ArgumentParser) -> None:

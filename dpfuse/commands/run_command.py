@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -9,9 +10,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from dpfuse.errors import DPFuseError
-from dpfuse.job.startup import REPLACEMENT, startup_variables
+from dpfuse.job.startup import OPTIONS, REPLACEMENT, startup_variables
 
 __all__ = ["Program", "run"]
 
@@ -58,13 +60,14 @@ class Program:
         return [*flag, self.target, *self.arguments]
 
 
-def run(program: Program, ranks: int | None) -> int:
+def run(program: Program, ranks: int | None, options: Mapping[str, Any]) -> int:
     """Run a program with dpfuse in the place of torch's DistributedDataParallel.
 
     Args:
         program: what to run.
         ranks: to start on this machine. None replaces this process by the program: it is a rank already, or the program
             starts its own ranks.
+        options: of each wrapper that is made, as those of `dpfuse.patch`.
 
     Returns:
         The launcher's exit code. Without `ranks` it does not return.
@@ -78,7 +81,7 @@ def run(program: Program, ranks: int | None) -> int:
             "Python was started with -E, -I or -S, so the program would not learn that dpfuse runs it; expected Python "
             "without these flags"
         )
-    variables = startup_variables(REPLACEMENT, os.environ)
+    variables = {**startup_variables(REPLACEMENT, os.environ), OPTIONS: json.dumps(options)}
     if ranks is not None:
         return start_ranks(program, ranks, variables)
     sys.stdout.flush()
@@ -88,7 +91,7 @@ def run(program: Program, ranks: int | None) -> int:
 
 
 def start_ranks(program: Program, ranks: int, variables: Mapping[str, str]) -> int:
-    """Start a program on ranks of this machine with torchrun, and wait for it.
+    """Start a program on ranks of this machine with torchrun, and wait for it. Ctrl-C ends it with one line.
 
     Args:
         program: what to run.
@@ -106,12 +109,12 @@ def start_ranks(program: Program, ranks: int, variables: Mapping[str, str]) -> i
             f"--ranks={ranks} was given inside a job of WORLD_SIZE={os.environ['WORLD_SIZE']}; expected no such flag "
             "there. Give the number to the launcher, or remove WORLD_SIZE from the environment"
         )
-    from dpfuse.job.launcher import main
+    from dpfuse.job.launcher import run_job
 
     before = dict(os.environ)
     os.environ.update(variables)
     try:
-        return main(["--nproc_per_node", str(ranks), *program.words_for_launcher()])
+        return run_job(["--nproc_per_node", str(ranks), *program.words_for_launcher()], shows_interrupts=False)
     finally:
         os.environ.clear()
         os.environ.update(before)

@@ -11,7 +11,9 @@ from tests.distributed.processes import run
 
 __all__ = ["REPLACED", "assert_same", "lines_of", "python"]
 
-REPLACED = re.compile(r"^dpfuse run: (\w+) is wrapped by dpfuse's DistributedDataParallel instead of torch's", re.M)
+REPLACED = re.compile(
+    r"^dpfuse run: ([\w, ]+) (?:is|are) wrapped by dpfuse's DistributedDataParallel instead of torch's", re.M
+)
 
 python = partial(run, folder=PROGRAMS, warm=False)
 
@@ -27,7 +29,7 @@ def lines_of(done: CompletedProcess[str]) -> list[str]:
 
 
 def assert_same(plain: CompletedProcess[str], ours: CompletedProcess[str], name: str) -> None:
-    """Fail unless both have printed the same, and only the second one has replaced a wrapper, first around `name`."""
+    """Fail unless both have printed the same, and only the second one has replaced the wrappers around `name`."""
     assert lines_of(ours) == lines_of(plain), f"{ours.stdout}\n{plain.stdout}"
     assert REPLACED.findall(plain.stderr) == []
     assert REPLACED.findall(ours.stderr) == [name]

@@ -45,7 +45,6 @@ def test_a_bad_model_is_one_line_and_exit_code_1(capsys, name):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ([], "the following arguments are required"),
         (["plot", "a:b"], "invalid choice"),
         (["plan"], "module:factory"),
         (["plan", "a:b", "--comm_buffer_size", "-1"], "got '-1', expected MB from 0 on"),

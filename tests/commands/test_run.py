@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -12,11 +14,13 @@ import pytest
 from dpfuse.commands import replacement
 from dpfuse.commands.command_line import main
 from dpfuse.commands.run_command import _interpreter_flags
+from dpfuse.errors import LoopWarning, WeightsWarning
 from dpfuse.job.startup import FOLDER, startup_variables
 from dpfuse.trace.trace_file import read_folder
 from tests.commands.programs import PROGRAMS
 from tests.commands.side_by_side import REPLACED, assert_same, python
-from tests.distributed.processes import clean_environment, free_port
+from tests.distributed.processes import all_gone, clean_environment, family, free_port, start
+from tests.patience import patience
 
 
 @pytest.fixture
@@ -30,7 +34,7 @@ def test_two_wrappers_settings_and_another_folder(gan_settings):
     warm = {"warm": True, "warm_ranks": True}  # with the variables of `dpfuse run`, ranks are usual processes
     plain = python("-m", "dpfuse.launch", "--nproc_per_node", 2, "gan.py", gan_settings, **warm)
     ours = python("-m", "dpfuse", "run", "--ranks", 2, "gan.py", gan_settings, **warm)
-    assert_same(plain, ours, "Sequential")
+    assert_same(plain, ours, "Sequential and Sequential")
 
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2)  # its port is not that of other tests
@@ -158,6 +162,8 @@ if sys.argv[1] == "inner":
     for _ in range(2):
         print(type(DistributedDataParallel(torch.nn.Linear(2, 2))).__module__.split(".")[0])
     dist.destroy_process_group()
+else:
+    torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1).step()
 """
 
 
@@ -166,8 +172,8 @@ def test_processes_of_the_program_are_reached_and_the_message_comes_once(tmp_pat
     (tmp_path / "replacing.py").write_text(REPLACING)
     done = python("-m", "dpfuse", "run", "replacing.py", "outer", folder=tmp_path, warm=True)
     assert (done.returncode, done.stdout) == (0, "dpfuse\ndpfuse\n"), done.stderr
-    assert REPLACED.findall(done.stderr) == ["Linear"]
-    assert "(replacing.py:13): 2 parameters" in done.stderr
+    assert REPLACED.findall(done.stderr) == ["Linear and Linear"]
+    assert "(replacing.py:13): 4 parameters" in done.stderr
     (tmp_path / "compiler.py").write_text("import torch")
     variables = startup_variables("dpfuse.commands.replacement", clean_environment())
     done = python("compiler.py", folder=tmp_path, RANK="0", DPFUSE_STARTUP_RANK="0", **variables)
@@ -199,6 +205,7 @@ def test_a_look_for_torch_changes_nothing_and_what_stays_torchs_is_named_at_the_
     (tmp_path / "some.py").write_text(SOME_STAY)
     done = python("-m", "dpfuse", "run", "--ranks", 2, "some.py", folder=tmp_path, DPFUSE_TRACE=str(tmp_path / "trace"))
     assert (done.returncode, done.stdout) == (0, "dpfuse\ndpfuse\n"), done.stderr
+    assert done.stderr.count("UserWarning: Derived derives from torch's DistributedDataParallel") == 1
     said = [line for line in done.stderr.splitlines() if line.startswith("dpfuse run: ")]
     assert said[0].startswith(
         "dpfuse run: Linear is wrapped by dpfuse's DistributedDataParallel instead of torch's (so"
@@ -240,7 +247,8 @@ def test_a_program_that_imports_transformers_first_is_replaced(tmp_path):
     assert REPLACED.findall(done.stderr) == ["Linear"]
 
 
-NOTHING = "dpfuse run: this program has made no DistributedDataParallel{}, so dpfuse has replaced nothing\n"
+NOTHING = "dpfuse run: this program has made no DistributedDataParallel{}, so dpfuse has replaced nothing{}\n"
+HINT = "write `dpfuse run --ranks 2` in place of `dpfuse run`"
 
 
 @pytest.fixture
@@ -260,16 +268,45 @@ def messages(monkeypatch):
     return make
 
 
-@pytest.mark.parametrize(("variables", "where"), [({}, " on this machine"), ({"RANK": "0"}, " on rank 0")])
-def test_a_program_that_makes_no_wrapper_is_told_so_at_its_end(messages, variables, where, capsys):
-    messages(**variables).nothing()
-    assert capsys.readouterr().err == NOTHING.format(where)
+@pytest.mark.parametrize(
+    ("variables", "where", "hint"),
+    [({}, " on this machine", f". If several ranks are to train, {HINT}"), ({"RANK": "0"}, " on rank 0", "")],
+)
+def test_a_program_that_trains_without_a_wrapper_is_told_so_at_its_end(messages, variables, where, hint, capsys):
+    one = messages(**variables)
+    one.nothing()
+    assert capsys.readouterr().err == ""  # it did not train: perhaps it has called `sys.exit`
+    one.after_step(None)
+    one.nothing()
+    assert capsys.readouterr().err == NOTHING.format(where, hint)
+
+
+@pytest.mark.parametrize(
+    ("error", "hint"),
+    [
+        (KeyError("LOCAL_RANK"), True),
+        (KeyError("lr"), False),
+        (ValueError("Error initializing: environment variable RANK expected, but not set"), True),
+        (ValueError("mine"), False),
+    ],
+)
+def test_a_program_that_misses_the_variables_of_a_rank_is_told_how_to_start_ranks(
+    messages, error, hint, capsys, monkeypatch
+):
+    monkeypatch.setattr("sys.last_value", error, raising=False)
+    messages(RANK="0").nothing()
+    assert capsys.readouterr().err == ""
+    messages().nothing()
+    assert (HINT in capsys.readouterr().err) == hint
 
 
 def test_nothing_is_said_of_other_ranks_of_programs_that_fail_and_of_inner_processes(messages, capsys, monkeypatch):
-    messages(RANK="1").nothing()
+    other = messages(RANK="1")
+    other.after_step(None)
+    other.nothing()
     for rank in ({}, {"RANK": "0"}):
         outer = messages(**rank)
+        outer.after_step(None)
         inner = messages(**rank, DPFUSE_STARTUP_RANK=os.environ["DPFUSE_STARTUP_RANK"])
         inner.nothing()
         with monkeypatch.context() as failed:
@@ -277,21 +314,25 @@ def test_nothing_is_said_of_other_ranks_of_programs_that_fail_and_of_inner_proce
             outer.nothing()
     assert capsys.readouterr().err == ""
     outer.nothing()
-    assert capsys.readouterr().err == NOTHING.format(" on rank 0")
+    assert capsys.readouterr().err == NOTHING.format(" on rank 0", "")
 
 
 @pytest.mark.parametrize("rank", [{}, {"RANK": "0"}])
 def test_a_process_says_nothing_where_one_that_it_has_started_may_speak(messages, rank, capsys, monkeypatch):
     outer = messages(**rank)
+    outer.after_step(None)
     messages(RANK="1", DPFUSE_STARTUP_RANK=os.environ["DPFUSE_STARTUP_RANK"])  # a rank, such as of a launcher
     outer.nothing()
     outer = messages(**rank)
+    outer.after_step(None)
     messages(**rank, DPFUSE_STARTUP_RANK=os.environ["DPFUSE_STARTUP_RANK"]).made(
         SimpleNamespace(process_group=_Group())
     )
     outer.nothing()
     monkeypatch.setattr(replacement, "descendants", lambda processes: {1})
-    messages(**rank).nothing()  # a process that was started earlier would not tell
+    outer = messages(**rank)
+    outer.after_step(None)
+    outer.nothing()  # a process that was started earlier would not tell
     assert capsys.readouterr().err == ""
 
 
@@ -304,12 +345,12 @@ def test_a_note_is_written_only_into_the_file_that_it_is(messages, tmp_path):
     note = replacement._Note.new()
     (tmp_path / "theirs").write_text("")
     with open(tmp_path / "theirs") as theirs:
-        assert note.empty()
+        assert note.read() == b""
         os.dup2(theirs.fileno(), int(note.path.rpartition("/")[2]))  # the program has closed all files
-        note.write()
+        note.write(b"s")
     assert (tmp_path / "theirs").read_text() == ""
-    assert not note.empty()
-    replacement._Note("/proc/1234567/fd/3").write()
+    assert note.read() == b""
+    replacement._Note("/proc/1234567/fd/3").write(b"s")
 
 
 SPAWNS = """
@@ -322,7 +363,9 @@ class Derived(DistributedDataParallel):
 def work(rank, store, kind):
     if kind:
         dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
-        {"derived": Derived, "torch's": DistributedDataParallel}[kind](torch.nn.Linear(2, 2))
+        net = torch.nn.Linear(2, 2)
+        {"derived": Derived, "torch's": DistributedDataParallel, "none": lambda net: net}[kind](net)
+        torch.optim.SGD(net.parameters(), lr=0.1).step()
         dist.destroy_process_group()
 
 if __name__ == "__main__":
@@ -345,8 +388,8 @@ def test_rank_0_of_a_program_that_starts_its_ranks_speaks(method, tmp_path):
     if method != "spawn":
         return
     assert said(str(tmp_path / "2"), "torch's", "") == ["dpfuse run: Linear is wrapped by dpfuse's"[:40]]
-    assert said(str(tmp_path / "3"), "", "") == [NOTHING[:40]]
-    assert said(str(tmp_path / "4"), "", "import not_there") == []
+    assert said(str(tmp_path / "3"), "none", "") == [NOTHING[:40]]
+    assert said(str(tmp_path / "4"), "none", "import not_there") == said(str(tmp_path / "5"), "", "") == []
 
 
 @pytest.mark.parametrize(
@@ -365,6 +408,178 @@ def test_a_wrong_command_line_says_what_to_write(words, environment, texts, monk
     said = capsys.readouterr().err
     assert said.startswith("dpfuse run: ")
     assert [text for text in texts if text not in said] == []
+
+
+def test_bare_dpfuse_shows_its_help_with_run_doctor_and_diff_first(capsys):
+    assert main([]) == 0
+    text = capsys.readouterr().out
+    places = [text.index(f"\n    {name} ") for name in ("run", "doctor", "diff", "plan", "tune", "bench", "env")]
+    assert places == sorted(places)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["run", "--nproc_per_node", "2", "train.py"], "expected --ranks, as in: dpfuse run --ranks 2 train.py"),
+        (["run", "-np", "2", "train.py", "--lr", "1"], "expected --ranks, as in: dpfuse run --ranks 2 train.py"),
+        (["doctor", "--num-processes=2", "train.py"], "expected --ranks, as in: dpfuse doctor --ranks 2 train.py"),
+        (["run", "--rank", "2", "train.py"], "did you mean --ranks?"),
+        (["doctor", "--own-rank", "train.py"], "did you mean --own-ranks?"),
+        (["env", "--xyz"], "see: dpfuse env --help"),
+    ],
+)
+def test_a_wrong_name_of_a_flag_gets_one_line_with_the_right_one(words, text, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == f"dpfuse {words[0]}: unrecognized arguments: {words[1]}; {text}"
+
+
+def test_ctrl_c_before_ranks_are_started_is_one_line(monkeypatch, capsys):
+    def interrupted(words, **how):
+        raise KeyboardInterrupt
+
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr("dpfuse.job.launcher.run_job", interrupted)
+    assert main(["run", "--ranks", "2", __file__]) == 130
+    assert capsys.readouterr().err == "dpfuse run: interrupted\n"
+
+
+@pytest.mark.slow
+def test_a_program_that_expects_ranks_is_told_how_to_start_them(tmp_path):
+    (tmp_path / "expects.py").write_text("import torch.distributed as dist\ndist.init_process_group('gloo')")
+    done = python("-m", "dpfuse", "run", "expects.py", folder=tmp_path)
+    assert done.returncode == 1
+    assert "environment variable RANK expected" in done.stderr.splitlines()[-2]
+    assert done.stderr.splitlines()[-1].startswith("dpfuse run: the program expects to be one of several ranks")
+    assert "--ranks 2" in done.stderr.splitlines()[-1]
+
+
+STEPS = """
+import sys, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(2, 1))
+if "fails" in sys.argv:
+    sys.last_words
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(2):
+    value = float("nan") if "nan" in sys.argv and dist.get_rank() == 1 else 1.0
+    model(torch.full((1, 2), value)).sum().backward()
+    print(f"dpfuse run: step {step} on rank {dist.get_rank()}", file=sys.stderr)
+    optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_what_was_replaced_is_said_at_the_first_step_and_not_where_the_program_fails_before(tmp_path):
+    (tmp_path / "steps.py").write_text(STEPS)
+
+    def run(*words):
+        done = python("-m", "dpfuse", "run", "--ranks", 1, *words, folder=tmp_path)
+        return done.returncode, [line[:28] for line in done.stderr.splitlines() if line.startswith("dpfuse run: ")]
+
+    said = ["dpfuse run: step 0 on rank 0", "dpfuse run: Linear is wrapped", "dpfuse run: step 1 on rank 0"]
+    assert run("steps.py") == (0, [line[:28] for line in said])
+    assert run("steps.py", "fails") == (1, [])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "code"), [("warn", 0), ("raise", 1)])
+def test_the_check_of_finite_gradients_is_a_flag(how, code, tmp_path):
+    (tmp_path / "steps.py").write_text(STEPS)
+    done = python("-m", "dpfuse", "run", "--ranks", 2, "--check_finite", how, "steps.py", "nan", folder=tmp_path)
+    assert done.returncode == code, done.stderr
+    assert "weight" in done.stderr
+    assert ("UserWarning: rank 1: " in done.stderr) == (how == "warn")
+    assert ("DPFuseError" in done.stderr) == (how == "raise")
+
+
+def test_other_ranks_leave_to_rank_0_what_every_rank_sees_unless_the_program_wants_an_error(messages):
+    drift, rest = WeightsWarning("DPF-W01: rank 1: ...", "DPF-W01"), LoopWarning("DPF-L01: rank 1: ...", "DPF-L01")
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.resetwarnings()
+        one = messages(RANK="1")
+        one.made(SimpleNamespace(process_group=_Group()))
+        warnings.warn(drift, stacklevel=1)
+        one.after_step(None)
+        for warning in (drift, rest):
+            warnings.warn(warning, stacklevel=1)
+        assert [str(each.message)[:7] for each in seen] == ["DPF-W01", "DPF-L01"]
+        warnings.simplefilter("error")
+        with pytest.raises(WeightsWarning):
+            warnings.warn(drift, stacklevel=1)
+
+
+RESTS = """
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo")
+torch.manual_seed(dist.get_rank())
+model = DistributedDataParallel(torch.nn.Linear(8, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(10):
+    optimizer.zero_grad()
+    for micro in range(2):
+        loss = model(torch.randn(4, 8)).square().mean()
+        model.require_backward_grad_sync = micro == 1
+        loss.backward()
+    optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([PROGRAMS / "toy.py", "--wrong", "drift", "--steps", 100], "WeightsWarning: DPF-W01"),
+        (["rests.py"], "LoopWarning: DPF-L01"),
+    ],
+)
+def test_a_warning_of_all_ranks_is_said_once_for_the_job(words, said, tmp_path):
+    (tmp_path / "rests.py").write_text(RESTS)
+    done = python("-m", "dpfuse", "run", "--ranks", 2, *words, folder=tmp_path)
+    assert done.returncode == 0
+    assert done.stderr.count(f"{said}: rank 0: ") == done.stderr.count(f"{said}: rank ") == 1
+
+
+WITH_A_WORKER = """
+import multiprocessing, time
+multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,), daemon=True).start()
+print("ready", flush=True)
+time.sleep(1000)
+"""
+DROPPED = """
+import time
+class Ends:
+    def __del__(self):
+        print("ready", flush=True)
+        time.sleep(1000)  # Python drops an exception that is raised here
+Ends()
+time.sleep(1000)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("waits", ["", WITH_A_WORKER, DROPPED], ids=["in a training", "with a worker", "dropped"])
+def test_ctrl_c_ends_ranks_with_one_line(waits, tmp_path):
+    (tmp_path / "waits.py").write_text(waits)
+    program = tmp_path / "waits.py" if waits else PROGRAMS / "toy.py"
+    process = start("-m", "dpfuse", "run", "--ranks", 2, program, "--steps", 10**9)
+    if waits:
+        assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+    else:
+        assert "is wrapped" in process.stderr.readline()
+    members, began = family(process.pid), time.monotonic()
+    assert len(members) >= 3
+    process.send_signal(signal.SIGINT)
+    _, told = process.communicate(timeout=patience(60))
+    assert time.monotonic() - began < patience(2)
+    assert (process.returncode, told) == (130, "dpfuse.launch: got SIGINT; every rank was ended\n")
+    assert all_gone(members, within=2)
 
 
 def test_python_must_read_its_variables(tmp_path):
