@@ -25,7 +25,7 @@ from dpfuse.commands.doctor.numbers import EXACT_RANKS, judge
 from dpfuse.commands.doctor.page import page
 from dpfuse.commands.doctor.report import DoctorReport
 from dpfuse.commands.doctor.runs import TITLES, Plan, Run, run_once
-from dpfuse.commands.doctor.speed import measure, to_try
+from dpfuse.commands.doctor.speed import ADVISED, COMPARED, measure, to_try
 from dpfuse.commands.doctor.summary import summary
 from dpfuse.commands.machine import machine_facts, software_versions
 from dpfuse.commands.report_file import REPORT, make_folder
@@ -68,7 +68,7 @@ def doctor(wish: Wish, arguments: list[str]) -> int:
         arguments: of the command line.
 
     Returns:
-        0 if nothing is wrong, 1 if something is, 2 if nothing can be said.
+        0 if nothing is wrong, 1 if something is, 2 if nothing can be said, 130 after Ctrl-C.
 
     Raises:
         DPFuseError: there is no such program, the folder cannot be written, or this process is a rank of a job.
@@ -80,11 +80,11 @@ def doctor(wish: Wish, arguments: list[str]) -> int:
             "expected none. Run it without a launcher, and pass --ranks"
         )
     make_folder(wish.out)
-    with _terminated_as_interrupted(), _own_folder() as folder:
+    with _signals_as_exceptions(), _own_folder() as folder:
         report = _examined(wish, folder, arguments)
         _keep_logs(report, wish.out)
-    (wish.out / REPORT).write_text(json.dumps(report.to_json(), indent=1) + "\n", encoding="utf-8")
-    (wish.out / PAGE).write_text(page(report), encoding="utf-8")
+        (wish.out / REPORT).write_text(json.dumps(report.to_json(), indent=1) + "\n", encoding="utf-8")
+        (wish.out / PAGE).write_text(page(report), encoding="utf-8")
     print(f"{summary(report)}\n{'page':<17}{wish.out / PAGE}")
     return report.exit_code
 
@@ -100,28 +100,30 @@ def _examined(wish: Wish, folder: Path, arguments: list[str]) -> DoctorReport:
         f"{', '.join(roots)}. Each run ends after {wish.steps} steps of an optimizer, before code behind the loop"
     )
     series = _Series(plan, roots, wish.out.resolve())
-    failure, failed_under = "", ""
-    order = ["torch", "dpfuse", "torch", "dpfuse"]
-    for wrapper in order:
-        run = series.run(wrapper)
-        if run.failed or not run.traces or not run.replaceable:
-            failed_under = wrapper if run.failed else ""
-            failure = _failure(run)
-            break
+    failure = failed_under = interrupted = ""
     other = None
-    if not failure:
-        size = len(series.runs[0].traces)
-        if size > EXACT_RANKS:
-            other = series.run("torch buckets")
-    compared = [run for run in series.runs if run.wrapper in ("torch", "dpfuse")]
-    numbers = None
-    if not failure:
-        by = {name: [run for run in compared if run.wrapper == name] for name in TITLES}
-        numbers = judge(by["torch"], by["dpfuse"], other, series.read_again())
-        trial = to_try(compared, deep)
-        if trial:  # where it fails, nothing is advised
-            series.run(trial)
+    try:
+        for wrapper in ("torch", "dpfuse", "torch", "dpfuse"):
+            run = series.run(wrapper)
+            if run.failed or not run.traces or not run.replaceable:
+                failed_under = wrapper if run.failed else ""
+                failure = _failure(run)
+                break
+        else:
+            if len(series.runs[0].traces) > EXACT_RANKS:
+                other = series.run("torch buckets")
+            trial = to_try(series.runs, deep)
+            if trial:  # where it fails, nothing is advised
+                series.run(trial)
+    except KeyboardInterrupt:
+        interrupted = series.title
+        _say(f"interrupted in {interrupted}; the report has what was found before")
     runs = series.runs
+    by = {name: [run for run in runs if run.wrapper == name] for name in TITLES}
+    numbers = None
+    if not failure and by["torch"] and by["dpfuse"]:
+        numbers = judge(by["torch"], by["dpfuse"], other, series.read_again())
+    compared = [run for run in runs if run.wrapper in COMPARED]
     speed = measure(runs, deep)
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     facts: dict[str, Any] = {
@@ -141,6 +143,7 @@ def _examined(wish: Wish, folder: Path, arguments: list[str]) -> DoctorReport:
         failure,
         failed_under,
         facts,
+        interrupted,
     )
 
 
@@ -151,10 +154,14 @@ class _Series:
         plan: of all runs.
         roots: folders to look at.
         out: the folder of the report, which is left out.
+
+    Attributes:
+        title: of the run in progress, or of the last one.
     """
 
     def __init__(self, plan: Plan, roots: list[str], out: Path) -> None:
-        self.runs: list[Run] = []
+        self.runs: list[Run] = []  # those that have ended by themselves
+        self.title = ""
         self.changed: dict[str, list[str]] = {}
         self._plan = plan
         self._look: Callable[[], Snapshot] = lambda: snapshot(roots, out)
@@ -165,21 +172,26 @@ class _Series:
     def run(self, wrapper: str) -> Run:
         """Run the program once more."""
         number = len(self.runs) + 1
-        _say(f"run {number}, {TITLES[wrapper]}")
-        run = run_once(self._plan, number, wrapper, _say)
-        now = self._look()
+        self.title = f"run {number}, {TITLES[wrapper]}"
+        _say(self.title)
+        try:
+            run = run_once(self._plan, number, wrapper, _say)
+        finally:  # one that is interrupted changes files, too
+            now = self._look()
+            self.changed[self.title] = now.changed_since(self._before)
+            self._before = now
         self.runs.append(run)
-        self.changed[run.title] = now.changed_since(self._before)
-        self._before = now
         steps = run.steps or run.unwrapped
-        _say(f"run {number}, {TITLES[wrapper]}: {steps} steps in {run.seconds:.1f} s, exit code {run.code}")
+        _say(f"{self.title}: {steps} steps in {run.seconds:.1f} s, exit code {run.code}")
         return run
 
     def read_again(self) -> list[str]:
-        """Return files that a run has changed and a later one has read."""
+        """Return files that a run has changed and a later one has read, apart from a run of advice."""
         found: list[str] = []
         written: set[str] = set()
         for run in self.runs:
+            if run.wrapper in ADVISED:
+                continue
             found += [path for path in run.read() if path in written and path not in found]
             written |= set(self.changed[run.title])
         return found
@@ -217,17 +229,20 @@ def _keep_logs(report: DoctorReport, out: Path) -> None:
 
 
 @contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
-    """Make SIGTERM and SIGHUP exceptions, so that the run in progress is ended and the folder removed."""
+def _signals_as_exceptions() -> Iterator[None]:
+    """Make SIGTERM, SIGHUP and SIGINT exceptions, so that the run in progress is ended and the folder removed."""
 
     def end(number: int, _: Any) -> NoReturn:
+        if number == signal.SIGINT:
+            signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C would cut the report short
+            raise KeyboardInterrupt
         raise SystemExit(128 + number)
 
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may set handlers
         return
-    # `nohup` has a process ignore the second.
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    # `nohup` has a process ignore the second, and a shell the third in the background.
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}
     heard = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
     for number in heard:
         signal.signal(number, end)

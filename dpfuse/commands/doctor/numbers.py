@@ -83,6 +83,12 @@ def judge(torch_runs: Sequence[Run], our_runs: Sequence[Run], other: Run | None,
         return Numbers("equal", f"Losses and weights have the same bits as under DDP, in {steps} steps.", steps)
     if _starts_elsewhere(found) and resumed:
         return _void(resumed, steps, found)
+    if len(torch_runs) < 2:
+        text = (
+            f"dpfuse differs from DDP, first at {_place(found)}. The program was run once under DDP, so it cannot be "
+            "said whether it differs from itself."
+        )
+        return Numbers("unknown", text, steps, found)
     if len(first.traces) <= EXACT_RANKS:
         return Numbers("different", f"dpfuse differs from DDP, first at {_place(found)}.", steps, found)
     if other is None or other.failed or not other.steps:
@@ -96,10 +102,12 @@ def _without_distance(first: Run, ours: Run, other: Run | None, found: Differenc
     setting = first_setting(first.traces, ours.traces)
     if setting is not None:
         return Numbers("different", f"dpfuse differs from DDP at {_place(setting)}.", steps, setting)
-    reason = f": {other.reason()}" if other is not None and other.failed else ", or has made no step"
+    reason = "there was none"
+    if other is not None:
+        reason = f"it has failed: {other.reason()}" if other.failed else "it has made no step"
     text = (
         f"dpfuse differs from DDP, first at {_place(found)}. From three ranks on, this may be rounding. A run of DDP "
-        f"with other buckets would tell, and it has failed{reason}."
+        f"with other buckets would tell, and {reason}."
     )
     return Numbers("unknown", text, steps, found)
 

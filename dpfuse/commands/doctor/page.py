@@ -73,7 +73,7 @@ def _answers(report: DoctorReport) -> str:
     count = len(report.findings)
     wrong = f"{count} finding{'s' * (count != 1)}" if count else "nothing found"
     if report.not_examined and not count:
-        wrong = "not examined"
+        wrong = "examined in part" if report.interrupted else "not examined"
     rows = [
         ("same numbers?", same, fine),
         ("how fast?", speed.short, speed.change <= 0.0),
@@ -83,7 +83,10 @@ def _answers(report: DoctorReport) -> str:
         f'<li>{escape(title)}<b class="{"good" if good else "bad"}">{escape(text)}</b></li>'
         for title, text, good in rows
     )
-    failure = f'<p class="bad"><b>{escape(report.failure)}</b></p>' if report.failure else ""
+    failure = report.failure
+    if report.interrupted:
+        failure = f"The doctor was interrupted in {report.interrupted}. This was found before."
+    failure = f'<p class="bad"><b>{escape(failure)}</b></p>' if failure else ""
     return f'{failure}<ul class="answers">{items}</ul>'
 
 

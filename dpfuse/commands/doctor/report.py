@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from dpfuse.commands.doctor.speed import Speed
 
 __all__ = ["CANNOT_SAY", "FOUND", "DoctorReport"]
 
-FOUND, CANNOT_SAY = 1, 2  # exit codes
+FOUND, CANNOT_SAY, INTERRUPTED = 1, 2, 128 + signal.SIGINT  # exit codes
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class DoctorReport:
         failure: why the runs could not be compared; empty otherwise.
         failed_under: the first wrapper under which the program failed; empty otherwise.
         machine: facts about it, and versions.
+        interrupted: the run in which Ctrl-C has ended the doctor; empty otherwise. It is not one of the runs.
     """
 
     command: str
@@ -44,10 +46,13 @@ class DoctorReport:
     failure: str
     failed_under: str
     machine: dict[str, Any]
+    interrupted: str = ""
 
     @property
     def not_examined(self) -> str:
-        """Why nothing is said of what is wrong, in one sentence; empty where the program was examined."""
+        """Why what is wrong may be unsaid, in one sentence; empty where the program was examined."""
+        if self.interrupted:
+            return f"examined only in part, since the doctor was interrupted in {self.interrupted}"
         if not self.failure:
             return ""
         failed = next((run for run in self.runs if run.failed), None)
@@ -58,7 +63,9 @@ class DoctorReport:
 
     @property
     def exit_code(self) -> int:
-        """0: nothing is wrong; 1: something is; 2: nothing can be said."""
+        """0: nothing is wrong; 1: something is; 2: nothing can be said; 130: Ctrl-C has ended the doctor."""
+        if self.interrupted:
+            return INTERRUPTED
         if self.failed_under and self.failed_under != "torch":
             return FOUND
         if self.failure or self.numbers is None or self.numbers.result == "void":
@@ -77,6 +84,7 @@ class DoctorReport:
             **self.machine,
             "failure": self.failure,
             "not examined": self.not_examined,
+            "interrupted": self.interrupted,
             "numbers": None if numbers is None else {
                 "result": numbers.result, "text": numbers.text, "steps": numbers.steps,
                 "difference": None if numbers.difference is None else numbers.difference.to_json(),

@@ -50,6 +50,7 @@ LOOK = 0.2  # seconds between two looks at the progress
 ENDING = 300.0  # seconds in which the ranks that are behind end themselves, once one has made its steps
 GRACE = 0.5  # seconds for processes that are not ranks, to write what they have read
 SAY = 5.0  # seconds between two messages
+STOP, STOP_AT_ONCE = 15.0, 0.5  # seconds for a run to end when it is asked to; after Ctrl-C
 TAIL = 64 << 10  # bytes at the end of a log in which its last line is looked for
 
 
@@ -161,7 +162,7 @@ class Run:
 
 
 def run_once(plan: Plan, number: int, wrapper: str, say: Callable[[str], None]) -> Run:
-    """Run the program once.
+    """Run the program once. Ctrl-C ends it at once.
 
     Args:
         plan: of the doctor.
@@ -182,17 +183,21 @@ def run_once(plan: Plan, number: int, wrapper: str, say: Callable[[str], None]) 
         words += plan.program.words_for_launcher()
     run = Run(number, wrapper, None, 0.0, folder / "log.txt")
     began = time.monotonic()
+    seconds = STOP
     with open(run.log, "wb") as log:
         process = subprocess.Popen(
             words, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )
         try:
             run.code = _watched(process, folder, plan, run.title, say)
+        except KeyboardInterrupt:
+            seconds = STOP_AT_ONCE
+            raise
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGTERM)
                 try:
-                    process.wait(15)
+                    process.wait(seconds)
                 except subprocess.TimeoutExpired:
                     os.killpg(process.pid, signal.SIGKILL)
                     process.wait()

@@ -10,7 +10,19 @@ from typing import Any
 from dpfuse.commands.doctor.runs import TUNING, Run
 from dpfuse.trace.trace_file import RankTrace
 
-__all__ = ["WORDS", "WORTH", "Advice", "Link", "SlowestRank", "Speed", "Timing", "measure", "to_try"]
+__all__ = [
+    "ADVISED",
+    "COMPARED",
+    "WORDS",
+    "WORTH",
+    "Advice",
+    "Link",
+    "SlowestRank",
+    "Speed",
+    "Timing",
+    "measure",
+    "to_try",
+]
 
 WORDS = {  # for the parts of a step; tracing is not counted
     "loader": "loader",

@@ -1,4 +1,4 @@
-"""The doctor's report in at most thirty lines of a terminal."""
+"""The doctor's report for a terminal."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from dpfuse.commands.doctor.speed import WORDS
 
 __all__ = ["ANSWERS", "summary"]
 
-LINES, WIDTH = 30, 110
-SHORT = 200  # characters of a finding
+LINES, WIDTH = 60, 110
 ANSWERS = {
     "equal": "yes, bit for bit",
     "close": "yes, within rounding",
@@ -24,14 +23,28 @@ ANSWERS = {
 
 
 def summary(report: DoctorReport) -> str:
-    """Return the lines. What does not fit is in the page."""
-    lines = list(_lines(report))
-    if len(lines) > LINES:
-        lines = [*lines[: LINES - 1], "… the page has the rest"]
-    return "\n".join(lines)
+    """Return the lines. What was found is shown whole, as it ends with what to do, or left to the page."""
+    lines, changed, said = [*_measured(report)], [*_changed(report)], [*_said(report)]
+    for number, (title, text) in enumerate(said):
+        entry = [*_entry(title, text)]
+        if number and len(lines) + len(entry) + 1 + len(changed) > LINES:
+            lines += _entry("", f"… and {len(said) - number} more, which the page has")
+            break
+        lines += entry
+    return "\n".join([*lines, *changed])
 
 
-def _lines(report: DoctorReport) -> Iterator[str]:
+def _said(report: DoctorReport) -> Iterator[tuple[str, str]]:
+    wrong = [f"{one.code or one.title}: {one.text}" for one in report.findings]
+    for number, text in enumerate(wrong or [report.not_examined or "nothing was found"]):
+        yield "" if number else "what is wrong?", text
+    for number, one in enumerate(report.remarks):
+        yield "" if number else "may be meant so", f"{one.code or one.title}: {one.text}"
+
+
+def _measured(report: DoctorReport) -> Iterator[str]:
+    if report.interrupted:
+        yield from _entry("interrupted", f"in {report.interrupted}. This was found before.")
     if report.failure:
         yield from _entry("no comparison", report.failure)
     numbers, speed = report.numbers, report.speed
@@ -56,14 +69,9 @@ def _lines(report: DoctorReport) -> Iterator[str]:
         yield from _entry("", advice.explain())
     if speed.tried:
         yield from _entry("", speed.tried)
-    wrong = [
-        f"{one.code or one.title}: {textwrap.shorten(one.text, SHORT, placeholder=' …')}" for one in report.findings
-    ]
-    for number, text in enumerate(wrong or [report.not_examined or "nothing was found"]):
-        yield from _entry("" if number else "what is wrong?", text)
-    for number, one in enumerate(report.remarks):
-        text = f"{one.code or one.title}: {textwrap.shorten(one.text, SHORT, placeholder=' …')}"
-        yield from _entry("" if number else "may be meant so", text)
+
+
+def _changed(report: DoctorReport) -> Iterator[str]:
     changed = sorted({path for paths in report.changed.values() for path in paths})
     text = f"{len(changed)}, such as {changed[0]}" if changed else "none in the folders that were looked at"
     yield from _entry("files changed", text)

@@ -106,19 +106,20 @@ def test_three_ranks_that_lie_farther_are_different(name, words, judged):
 
 @pytest.mark.parametrize("ended", ["failed", "without a step", "not run"])
 @pytest.mark.parametrize("lr", [0.1, 0.2])
-def test_three_ranks_cannot_be_judged_without_the_run_of_ddp_with_other_buckets(lr, ended, tmp_path):
+def test_three_ranks_cannot_be_judged_without_the_run_of_ddp_with_other_buckets(lr, ended):
     runs = [timed(number, wrapper, ranks=3) for number, wrapper in enumerate(("torch", "dpfuse"), 1)]
     for run in runs:
         for trace in run.traces.values():
             rate = [{"lr": 0.1 if run.wrapper == "torch" else lr}]
             trace.steps = [{**line, "settings": rate, "parameters": run.wrapper.ljust(8)} for line in trace.steps]
             trace.models, trace.optimizers[0]["names"] = [], ["weight"]
-    other = Run(5, "torch buckets", int(ended == "failed"), 1.0, tmp_path / "log", last_line="TypeError: twice")
-    found = judge(runs[:1], runs[1:], None if ended == "not run" else other, [])
+    other = Run(5, "torch buckets", int(ended == "failed"), 1.0, Path("log"), last_line="TypeError: twice")
+    found = judge(runs[:1] * 2, runs[1:], None if ended == "not run" else other, [])
     if lr == 0.1:
         assert found.result == "unknown"
         assert "first at step 0, rank 0: the parameter after the step, weight" in found.text
-        assert ("it has failed: exit code 1: TypeError: twice." in found.text) == (ended == "failed")
+        reason = {"failed": "it has failed: exit code 1: TypeError: twice.", "not run": "there was none."}
+        assert found.text.endswith(f"would tell, and {reason.get(ended, 'it has made no step.')}")
     else:
         assert (found.result, found.difference.cause) == ("different", "settings")
 
@@ -132,7 +133,7 @@ def test_gradients_that_are_not_finite_under_dpfuse_alone_are_different(sketches
             lines = {"gradient sketch": values, "sketch": values, "settings": [], "parameters": wrapper.ljust(8)}
             trace.steps = [{**line, **lines} for line in trace.steps]
             trace.models, trace.optimizers[0]["names"] = [], ["weight"]
-    found = judge([runs["torch"]], [runs["dpfuse"]], runs["other"], [])
+    found = judge([runs["torch"]] * 2, [runs["dpfuse"]], runs["other"], [])
     assert found.result == "different"
     assert judge([runs["torch"]], [runs["torch"]], runs["other"], []).result == "equal"
 
@@ -142,6 +143,19 @@ def test_a_loss_of_nan_is_far_from_a_finite_one():
     assert _apart(math.nan, math.nan) == _apart(2.0, 2.0) == 0.0
     assert _apart(1.0, 2.0) == 0.5
     assert losses_of(RankTrace(steps=[{"optimizer": 0, "backwards": [{"value": "nan"}]}]))[0] != 1.0
+
+
+def test_where_ddp_was_run_once_a_difference_may_be_the_programs_own():
+    torch_run, ours = timed(1, "torch"), timed(2, "dpfuse")
+    for run in (torch_run, ours):
+        for trace in run.traces.values():
+            trace.steps = [{**line, "settings": [], "parameters": run.wrapper.ljust(8)} for line in trace.steps]
+            trace.models, trace.optimizers[0]["names"] = [], ["weight"]
+    found = judge([torch_run], [ours], None, [])
+    assert (found.result, found.difference.step) == ("unknown", 0)
+    assert "run once under DDP, so it cannot be said whether it differs from itself" in found.text
+    assert judge([torch_run] * 2, [ours], None, []).result == "different"
+    assert judge([torch_run], [torch_run], None, []).result == "equal"
 
 
 def test_without_a_step_nothing_is_said():

@@ -16,6 +16,7 @@ from dpfuse import DistributedDataParallel
 from dpfuse.commands.doctor.observer import Order
 from dpfuse.commands.doctor.runs import OBSERVER
 from dpfuse.commands.doctor.speed import WORTH
+from dpfuse.commands.doctor.summary import LINES
 from dpfuse.job.startup import startup_variables
 from tests.commands.programs import PROGRAMS
 from tests.commands.test_run import python
@@ -31,7 +32,7 @@ def doctor(tmp_path, *words, ranks=2, steps=16, options=(), program="toy.py"):
     done = python(*command, timeout=400)
     report = json.loads((out / "report.json").read_text())
     assert report["exit code"] == done.returncode, done.stderr
-    assert len(done.stdout.splitlines()) <= 31
+    assert len(done.stdout.splitlines()) <= LINES + 1
     page = (out / "doctor.html").read_text()
     assert "http" not in page
     assert "<script" not in page
@@ -175,6 +176,30 @@ def test_a_doctor_that_is_terminated_ends_its_run_and_removes_its_folder(tmp_pat
     process.communicate(timeout=patience(60))
     assert process.returncode == 128 + signal.SIGTERM
     assert all_gone(members, within=20)
+    assert list(tmp_path.glob("dpfuse-doctor-*")) == []
+
+
+def test_ctrl_c_ends_a_doctor_at_once_with_what_it_has_so_far(tmp_path):
+    out = tmp_path / "report"
+    words = ["-m", "dpfuse", "doctor", "--ranks", 2, "--steps", 16, "--out", out, PROGRAMS / "toy.py"]
+    process = start(*words, "--wrong", "hangs under dpfuse", TMPDIR=str(tmp_path))
+    (folder,) = waited(lambda: list(tmp_path.glob("dpfuse-doctor-*")))
+    waited(lambda: list(folder.glob("run2/rank0.jsonl")))
+    members = family(process.pid)
+    began = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    said, told = process.communicate(timeout=patience(60))
+    assert time.monotonic() - began < patience(2)
+    assert process.returncode == 130
+    assert told.splitlines()[-1] == (
+        "dpfuse doctor: interrupted in run 2, dpfuse; the report has what was found before"
+    )
+    assert "Traceback" not in told
+    assert "the doctor was interrupted in run 2, dpfuse" in re.sub(r"\s+", " ", said)
+    report = json.loads((out / "report.json").read_text())
+    assert [run["title"] for run in report["runs"]] == ["run 1, torch DDP"]
+    assert report["exit code"] == 130
+    assert all_gone(members, within=5)
     assert list(tmp_path.glob("dpfuse-doctor-*")) == []
 
 

@@ -1,4 +1,4 @@
-"""Findings, the thirty lines of the terminal, the page, the JSON and the exit codes."""
+"""Findings, the lines of the terminal, the page, the JSON and the exit codes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from dpfuse.commands.doctor.charts import bars, lines
-from dpfuse.commands.doctor.doctor_command import _failure, _terminated_as_interrupted
+from dpfuse.commands.doctor.doctor_command import _failure, _signals_as_exceptions
 from dpfuse.commands.doctor.findings import Finding, findings_of, remarks_of
 from dpfuse.commands.doctor.numbers import Numbers
 from dpfuse.commands.doctor.page import page
 from dpfuse.commands.doctor.report import DoctorReport
 from dpfuse.commands.doctor.runs import Run, _last_line, _progress, _steps
 from dpfuse.commands.doctor.speed import Link, measure
-from dpfuse.commands.doctor.summary import summary
+from dpfuse.commands.doctor.summary import LINES, WIDTH, summary
 from dpfuse.commands.machine import machine_facts, software_versions
 from dpfuse.trace.comparison import Difference
 from dpfuse.weights.finding import Drift, Measured
@@ -68,16 +68,28 @@ def test_exit_codes(made, code):
 def test_a_signal_that_ends_the_doctor_is_an_exception_unless_it_is_ignored(number):
     before = signal.signal(number, signal.SIG_DFL)
     try:
-        with pytest.raises(SystemExit) as raised, _terminated_as_interrupted():
+        with pytest.raises(SystemExit) as raised, _signals_as_exceptions():
             signal.raise_signal(number)
         assert raised.value.code == 128 + number
         assert signal.getsignal(number) is signal.SIG_DFL
         signal.signal(number, signal.SIG_IGN)
-        with _terminated_as_interrupted():
+        with _signals_as_exceptions():
             signal.raise_signal(number)
         assert signal.getsignal(number) is signal.SIG_IGN
     finally:
         signal.signal(number, before)
+
+
+def test_the_first_ctrl_c_is_an_exception_and_the_next_one_leaves_the_report_alone():
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with _signals_as_exceptions():
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_numbers_that_are_not_finite_are_none_in_the_json():
@@ -93,12 +105,28 @@ def test_the_summary_answers_each_question():
     assert "files changed    2, such as /a/b" in text
 
 
-def test_the_summary_has_thirty_lines_at_most():
-    many = [Finding(f"DPF-L{number}", "title", "text " * 60, ()) for number in range(40)]
+def test_the_summary_shows_findings_whole_with_their_remedy_and_leaves_the_rest_to_the_page():
+    long = Finding("DPF-L01", "title", f"{'text ' * 140}Call sampler.set_epoch(epoch) before each pass.", ())
+    text = " ".join(summary(report(findings=[long], remarks=(long,))).split())
+    assert text.count("Call sampler.set_epoch(epoch) before each pass.") == 2
+    assert "…" not in text
+    many = [Finding(f"DPF-L{number}", "title", f"{'text ' * 60}Remedy.", ()) for number in range(40)]
     lines_of = summary(report(findings=many)).splitlines()
-    assert len(lines_of) == 30
-    assert lines_of[-1] == "… the page has the rest"
-    assert max(map(len, lines_of)) <= 110
+    shown = sum("DPF-L" in line for line in lines_of)
+    assert sum("Remedy." in line for line in lines_of) == shown
+    assert lines_of[-2].split() == ["…", "and", str(40 - shown), "more,", "which", "the", "page", "has"]
+    assert LINES - 6 < len(lines_of) <= LINES
+    assert max(map(len, lines_of)) <= WIDTH
+
+
+def test_an_interrupted_doctor_says_what_it_has_found_so_far():
+    for made in (report(interrupted="run 3, torch DDP"), report(None, [FINDING], interrupted="run 3, torch DDP")):
+        assert made.exit_code == made.to_json()["exit code"] == 130
+        for text in (" ".join(summary(made).split()), page(made), json.dumps(made.to_json())):
+            assert "interrupted in run 3, torch DDP" in text
+            assert ("the sampler is not told the epoch" in text) == bool(made.findings)
+            assert "nothing was found" not in text.lower()
+            assert "nothing found" not in text
 
 
 class Checker(HTMLParser):
