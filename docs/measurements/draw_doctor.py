@@ -12,6 +12,7 @@ where `settings.py` holds `steps, width = 100, 128`.
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from html import escape
@@ -30,6 +31,7 @@ text { font: 13px system-ui, sans-serif; fill: #445; } .title { font-size: 20px;
 .answer { font-size: 18px; font-weight: 600; fill: #1a7f4b; } .bad { fill: #b3261e; } .unknown { fill: #667; }
 .card { fill: none; stroke: #d8dce2; } .grid { stroke: #d8dce2; } .line { fill: none; stroke-width: 1.5; }
 .line.c0 { stroke-width: 5; opacity: 0.45; }
+.mark { stroke: #b3261e; } text.mark { fill: #b3261e; stroke: none; }
 """
 
 
@@ -60,7 +62,7 @@ def main(path: str) -> None:
     for run in report["runs"]:
         title = run["title"].partition(", ")[2]
         if title in (TITLES["torch"], TITLES["dpfuse"]):
-            losses.setdefault(title, [value for value in run["losses"] if value is not None])
+            losses.setdefault(title, [math.nan if value is None else value for value in run["losses"]])
     shown = [part for part in WORDS if any(one["parts"][part] for one in speed["timings"])]
     times = {}
     for one in speed["timings"]:

@@ -41,11 +41,13 @@ def start_tracer(
     *,
     sketch: bool = False,
     buffers: bool = False,
+    finite: bool = False,
 ) -> Tracer:
     """Make the tracer of this process, in the place of an earlier one. Arguments and errors are those of `Tracer`."""
     global _tracer, _listener, _owner, _unwatch
     stop_tracer()
-    _tracer, _owner = Tracer(folder, deep_steps, after_step, sketch=sketch, buffers=buffers), os.getpid()
+    _tracer = Tracer(folder, deep_steps, after_step, sketch=sketch, buffers=buffers, finite=finite)
+    _owner = os.getpid()
     _listener = _Listener(_tracer)
     _unwatch = _watch_backwards(_tracer)
     return _tracer

@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from dpfuse.engine.autograd import ready_keys
 from dpfuse.engine.torch_private import call_last, hook_tables
 
-__all__ = ["HooksAround"]
+__all__ = ["HooksAround", "TraceHook"]
 
 
 class HooksAround:
@@ -36,9 +36,9 @@ class HooksAround:
         accumulated: Callable[[Tensor], None],
     ) -> None:
         self._param = param
-        self._hooked = _OfTrace(hooked)
-        self._before, self._behind = _OfTrace(accumulated, first=True), _OfTrace(accumulated)
-        self._computed: RemovableHandle = param.register_hook(_OfTrace(computed, first=True))
+        self._hooked = TraceHook(hooked)
+        self._before, self._behind = TraceHook(accumulated, first=True), TraceHook(accumulated)
+        self._computed: RemovableHandle = param.register_hook(TraceHook(computed, first=True))
         self._around: list[RemovableHandle] = []
 
     def surround(self) -> None:
@@ -67,7 +67,7 @@ class HooksAround:
         self._computed.remove()
 
 
-class _OfTrace:
+class TraceHook:
     """A hook of a trace, which is told from those of the program by its class.
 
     Args:
@@ -85,9 +85,9 @@ class _OfTrace:
 
 def _has_others(hooks: dict[int, Any], ready: Set[int] = frozenset()) -> bool:
     """Whether some hooks are neither of a trace nor, by their keys, dpfuse's own."""
-    return any(key not in ready and not isinstance(hook, _OfTrace) for key, hook in hooks.items())
+    return any(key not in ready and not isinstance(hook, TraceHook) for key, hook in hooks.items())
 
 
 def _make_room(hooks: dict[int, Any]) -> None:
     """Let all hooks be called behind the first ones of traces, in the order in which they are."""
-    call_last(hooks, [key for key, hook in hooks.items() if not (isinstance(hook, _OfTrace) and hook.first)])
+    call_last(hooks, [key for key, hook in hooks.items() if not (isinstance(hook, TraceHook) and hook.first)])

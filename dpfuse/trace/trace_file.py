@@ -14,6 +14,9 @@ before the first step of an optimizer. A line `step` comes behind each step of a
   `left`: the same when a backward ends that is not averaged
 - `rescaled` (by model): the places of parameters whose `.grad` was scaled or cut since the backward before, if there
   are any. No comparison of runs reads these three
+- `not finite`, where it is asked for and something is: of a backward, by model, the places of parameters whose gradient
+  of this rank was NaN or infinite. Of a step, the places in its optimizer of such gradients (`stepped`) and of such
+  weights (`parameters`), and whether a GradScaler had it left out (`skipped`). No comparison reads it
 - `module buffers`: of a backward, where they are asked for (by model, eight characters a buffer)
 - `all_averaged` (by model) and `all_parameters`: one hash for those of each, in steps that are not hashed in full
 - `plan`: for each model the names of the parameters of each bucket; written when it changes
@@ -40,7 +43,11 @@ __all__ = [
     "HOOKED",
     "LEFT",
     "MODULE_BUFFERS",
+    "NOT_FINITE",
     "RESCALED",
+    "SKIPPED",
+    "STEPPED",
+    "WEIGHTS",
     "RankTrace",
     "Writer",
     "behind_hooks",
@@ -52,6 +59,7 @@ FORMAT = "dpfuse trace 1"
 HELD, LEFT, RESCALED, MODULE_BUFFERS = "held", "left", "rescaled", "module buffers"  # fields of a backward
 HOOKED = "hooked"  # another one
 BEFORE_STEP = "before step"  # a field of a step
+NOT_FINITE, STEPPED, WEIGHTS, SKIPPED = "not finite", "stepped", "parameters", "skipped"  # a field, and its own
 ABSENT = "-" * 8  # in the place of a hash: there is no tensor
 NAME = re.compile(r"rank(\d+)\.jsonl")
 

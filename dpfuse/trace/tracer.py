@@ -17,8 +17,9 @@ from torch.utils.hooks import RemovableHandle
 
 from dpfuse.engine.plan import BucketPlan
 from dpfuse.engine.torch_private import leave_untraced
+from dpfuse.trace.finite import FiniteLook, Look, is_finite
 from dpfuse.trace.phases import Phases
-from dpfuse.trace.program_hooks import HooksAround
+from dpfuse.trace.program_hooks import HooksAround, TraceHook
 from dpfuse.trace.random_state import random_states
 from dpfuse.trace.rescaling import Pair, is_plain, rescaled, sample_of
 from dpfuse.trace.settings import process_settings
@@ -60,6 +61,7 @@ class _Traced:
         self.rewritten: list[Hash] = [*self.local]  # what such hooks have made of `.grad`; 0 where it is as before
         self.held: list[Hash] | None = None  # what `.grad` held when it reached this model, if it has: see `in_grad`
         self.pairs: list[Pair] = []  # elements of `.grad` after the last backward, and as this one begins
+        self.looks: list[Look] = []  # at these gradients, whether they are finite
 
     def reached(self, deep: bool) -> None:
         """Note what there is before the backward that runs adds the first gradient."""
@@ -154,6 +156,27 @@ def _number(found: Hash) -> Hash:
     return 0 if found is NOTHING else found
 
 
+class _OwnLook:
+    """Looks at the gradient of one parameter of this rank for values that are not finite.
+
+    Args:
+        traced: the model.
+        index: of the parameter.
+        phases: to which the time counts.
+    """
+
+    def __init__(self, traced: _Traced, index: int, phases: Phases) -> None:
+        self._traced = traced
+        self._index = index
+        self._phases = phases
+
+    def __call__(self, grad: Tensor) -> None:
+        with self._phases.inside("tracing"):
+            finite = is_finite(grad)
+        if finite is not True:
+            self._traced.looks.append((self._index, finite))
+
+
 class Tracer:
     """Writes the trace of this rank.
 
@@ -165,6 +188,7 @@ class Tracer:
         sketch: write a sum of each parameter and gradient with fixed random signs, too, from which the distance of two
             runs follows.
         buffers: hash each buffer behind a backward that averages, too, in the steps with all hashes.
+        finite: note which gradients and weights are NaN or infinite, too.
 
     Raises:
         DPFuseError: the folder cannot be used.
@@ -178,6 +202,7 @@ class Tracer:
         *,
         sketch: bool = False,
         buffers: bool = False,
+        finite: bool = False,
     ) -> None:
         self.phases = Phases()
         self.deep = deep_steps is None or deep_steps > 0
@@ -185,6 +210,7 @@ class Tracer:
         self._after_step = after_step
         self._sketch = sketch
         self._buffers = buffers
+        self._finite = FiniteLook() if finite else None
         self._models: list[_Traced] = []
         self._optimizers: list[tuple[weakref.ref[Optimizer], int, list[int]]] = []  # with its number and its steps
         self._names: dict[int, str] = {}  # of parameters, by id
@@ -216,6 +242,8 @@ class Tracer:
                 self._names[id(param)] = f"{traced.number}:{name}" if traced.number else name
                 gradient = _Gradient(traced, index, self)
                 self._gradients.append(HooksAround(param, gradient.computed, gradient.hooked, gradient.accumulated))
+                if self._finite is not None:
+                    self._hooks.append(param.register_hook(TraceHook(_OwnLook(traced, index, self.phases))))
             self._hooks += [
                 wrapper.register_forward_pre_hook(_Hook(self._forward_begins, traced), with_kwargs=True),
                 wrapper.register_forward_hook(_Hook(self._forward_ended, traced), with_kwargs=True),
@@ -287,6 +315,8 @@ class Tracer:
                 continue
             number = str(traced.number)
             line.setdefault(HELD, {})[number] = traced.held
+            if self._finite is not None:
+                self._finite.backward_ended(line, number, traced.looks)
             if self.deep:
                 line.setdefault("local", {})[number] = traced.local
                 line.setdefault(HOOKED, {})
@@ -316,6 +346,8 @@ class Tracer:
             self._before_step = [hash_of(param) for param in _params_of(optimizer)]
             if self._sketch:
                 self._gradient = [0.0 if one.grad is None else signed_sum(one.grad) for one in _params_of(optimizer)]
+        if self._finite is not None:
+            self._finite.before_step(optimizer, _params_of(optimizer))
         self.phases.enter("optimizer")
 
     def after_step(self, optimizer: Optimizer) -> None:
@@ -338,6 +370,8 @@ class Tracer:
             line["sketch"] = [signed_sum(param) for param in _params_of(optimizer)]
             if self.deep:
                 line["gradient sketch"] = self._gradient
+        if self._finite is not None:
+            line |= self._finite.after_step(optimizer, _params_of(optimizer))
         for backward, model, pairs in self._looks:
             if places := rescaled(pairs):
                 backward.setdefault(RESCALED, {})[model] = places

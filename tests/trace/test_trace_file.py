@@ -153,6 +153,58 @@ def test_sparse_gradients_are_looked_at_only_for_none(traced):
     assert [one.get("rescaled") for one in line["backwards"]] == [None, None]
 
 
+class Parts(nn.Module):
+    """Has parameters of two dtypes, and one that is infinite on purpose."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 2).double()
+        self.mask = nn.Parameter(torch.tensor([0.0, -torch.inf]), requires_grad=False)
+
+    def forward(self, inputs):
+        return self.last(self.first(inputs).double()).float() + self.mask.exp()
+
+
+LAST = 3  # the place of the bias of `last`
+
+
+@pytest.mark.parametrize("finite", [True, False])
+def test_what_is_not_finite_is_noted_with_its_place_where_it_is_asked_for(finite, group, tmp_path):
+    net, factors = Parts(), iter([1, torch.inf, 1])
+    net.last.bias.register_hook(lambda grad: grad * next(factors))
+    tracer = start_tracer(tmp_path, deep_steps=1, finite=finite)  # it is noted in later steps, too
+    try:
+        model = torch_ddp(net)
+        tracer.add(model)
+        optimizer = torch.optim.SGD([*net.first.parameters(), *net.last.parameters(), net.mask], lr=0.1)
+        for _ in range(3):
+            step(model, optimizer)
+    finally:
+        stop_tracer()
+    found = [(line.get("not finite"), *(one.get("not finite") for one in line["backwards"]))
+             for line in read_folder(tmp_path)[0].steps]  # fmt: skip
+    assert found == [
+        (None, None),
+        ({"parameters": [LAST], "stepped": [LAST]}, {"0": [LAST]}) if finite else (None, None),
+        ({"parameters": [LAST]}, None) if finite else (None, None),
+    ]
+
+
+def test_sparse_gradients_that_are_not_finite_are_noted(group, tmp_path):
+    tracer = start_tracer(tmp_path, finite=True)
+    try:
+        model = dpfuse.DataParallel(nn.Embedding(9, 3, sparse=True))
+        tracer.add(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        (model(torch.tensor([1, 4])).sum() * torch.nan).backward()
+        optimizer.step()
+    finally:
+        stop_tracer()
+    (line,) = read_folder(tmp_path)[0].steps
+    assert line["not finite"] == {"parameters": [0], "stepped": [0]}
+    assert [one["not finite"] for one in line["backwards"]] == [{"0": [0]}]
+
+
 def test_copies_and_pickles_of_a_traced_wrapper_are_not_traced(traced):
     model = dpfuse.DataParallel(nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

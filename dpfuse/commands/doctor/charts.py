@@ -12,11 +12,12 @@ WIDTH, HEIGHT, LEFT, BOTTOM = 420, 200, 56, 28  # in units of the drawing; small
 ROW = 34  # of a bar
 
 
-def lines(series: Mapping[str, Sequence[float]], *, label: str, log: bool = False) -> str:
+def lines(series: Mapping[str, Sequence[float | None]], *, label: str, log: bool = False) -> str:
     """Return a chart with one line per series, over the step.
 
     Args:
-        series: values by name; numbers that are not finite are left out.
+        series: values by name; None where a step has none. A line ends before a number that is not finite, and the
+            first of these is marked.
         label: of the vertical axis.
         log: whether that axis is logarithmic; values of 0 and below are left out then.
 
@@ -25,36 +26,62 @@ def lines(series: Mapping[str, Sequence[float]], *, label: str, log: bool = Fals
         >>> lines({"a": [1.0, 2.0]}, label="loss").count("<polyline")
         1
     """
-    shown = {
-        name: [(step, math.log10(value) if log else value) for step, value in enumerate(values)
-               if math.isfinite(value) and (value > 0 or not log)]
-        for name, values in series.items()
-    }  # fmt: skip
-    values = [value for points in shown.values() for _, value in points]
-    if not values:
+    shown = {name: _parts_of(values, log) for name, values in series.items()}
+    heights = [value for parts in shown.values() for points in parts for _, value in points]
+    if not heights:
         return ""
-    low, high = min(values), max(values)
+    low, high = min(heights), max(heights)
     high = high if high > low else low + 1
-    count = max(max((step for step, _ in points), default=0) for points in shown.values()) or 1
+    count = max(map(len, series.values())) - 1 or 1
 
     def place(step: int, value: float) -> str:
         x = LEFT + step / count * (WIDTH - LEFT - 8)
         y = 8 + (high - value) / (high - low) * (HEIGHT - BOTTOM - 16)
         return f"{x:.1f},{y:.1f}"
 
-    parts = []
+    drawn = []
     for share in (0.0, 0.5, 1.0):
         value = low + share * (high - low)
         y = float(place(0, value).partition(",")[2])
         text = f"{10**value:.1e}" if log else f"{value:.4g}"
-        parts.append(f'<line x1="{LEFT}" x2="{WIDTH - 8}" y1="{y}" y2="{y}" class="grid"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{y + 4}" text-anchor="end">{text}</text>')
-    for number, points in enumerate(shown.values()):
-        path = " ".join(place(step, value) for step, value in points)
-        parts.append(f'<polyline points="{path}" class="line c{number}"/>')
-    parts.append(f'<text x="{LEFT}" y="{HEIGHT - 8}">step 0</text>')
-    parts.append(f'<text x="{WIDTH - 8}" y="{HEIGHT - 8}" text-anchor="end">step {count}</text>')
-    return _figure(WIDTH, HEIGHT, label, parts) + _legend(list(shown))
+        drawn.append(f'<line x1="{LEFT}" x2="{WIDTH - 8}" y1="{y}" y2="{y}" class="grid"/>')
+        drawn.append(f'<text x="{LEFT - 6}" y="{y + 4}" text-anchor="end">{text}</text>')
+    for number, parts in enumerate(shown.values()):
+        for points in parts:
+            path = " ".join(place(step, value) for step, value in points)
+            drawn.append(f'<polyline points="{path}" class="line c{number}"/>')
+    marks = dict.fromkeys(mark for values in series.values() if (mark := _mark_of(values)) is not None)
+    for number, (step, text) in enumerate(marks):
+        x, y = map(float, place(step, high).split(","))
+        side, anchor = (-4, "end") if 2 * step > count else (4, "start")
+        drawn.append(f'<line x1="{x}" x2="{x}" y1="{y}" y2="{HEIGHT - BOTTOM - 8}" class="mark"/>')
+        drawn.append(
+            f'<text x="{x + side:.1f}" y="{y + 12 + 14 * number:.1f}" text-anchor="{anchor}" class="mark">{text}</text>'
+        )
+    drawn.append(f'<text x="{LEFT}" y="{HEIGHT - 8}">step 0</text>')
+    drawn.append(f'<text x="{WIDTH - 8}" y="{HEIGHT - 8}" text-anchor="end">step {count}</text>')
+    return _figure(WIDTH, HEIGHT, label, drawn) + _legend(list(shown))
+
+
+def _parts_of(values: Sequence[float | None], log: bool) -> list[list[tuple[int, float]]]:
+    """Return the points between values that are not finite."""
+    parts: list[list[tuple[int, float]]] = [[]]
+    for step, value in enumerate(values):
+        if value is not None and not math.isfinite(value):
+            parts.append([])
+        elif value is not None and (value > 0 or not log):
+            parts[-1].append((step, math.log10(value) if log else value))
+    return [points for points in parts if points]
+
+
+def _mark_of(values: Sequence[float | None]) -> tuple[int, str] | None:
+    """Return the first step whose value is not finite, with what is said of it; None where all are finite."""
+    known = [(step, math.isfinite(value)) for step, value in enumerate(values) if value is not None]
+    first = next((step for step, finite in known if not finite), None)
+    if first is None:
+        return None
+    again = any(finite for step, finite in known if step > first)
+    return first, f"not finite {'in' if again else 'from'} step {first}"
 
 
 def bars(rows: Mapping[str, Mapping[str, float]], *, label: str, unit: str) -> str:

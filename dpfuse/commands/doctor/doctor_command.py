@@ -27,6 +27,7 @@ from dpfuse.commands.doctor.report import DoctorReport
 from dpfuse.commands.doctor.runs import TITLES, Plan, Run, run_once
 from dpfuse.commands.doctor.speed import ADVISED, COMPARED, measure, to_try
 from dpfuse.commands.doctor.summary import summary
+from dpfuse.commands.doctor.too_few_steps import too_few_steps
 from dpfuse.commands.machine import machine_facts, software_versions
 from dpfuse.commands.report_file import REPORT, make_folder
 from dpfuse.commands.run_command import Program
@@ -132,18 +133,21 @@ def _examined(wish: Wish, folder: Path, arguments: list[str]) -> DoctorReport:
         "machine": machine_facts(torch.device("cuda" if gpus else "cpu")),
         "versions": software_versions(),
     }
+    findings, remarks = findings_of(compared, speed), remarks_of(compared, speed.link)
+    codes = [one.code for one in (*findings, *remarks)]
     return DoctorReport(
         shlex.join(["dpfuse", *arguments]),
         runs,
         numbers,
         speed,
-        findings_of(compared, speed),
-        remarks_of(compared, speed.link),
+        findings,
+        remarks,
         series.changed,
         failure,
         failed_under,
         facts,
         interrupted,
+        () if failure else too_few_steps([run for run in compared if run.wrapper == "dpfuse"], codes),
     )
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from dpfuse.commands.doctor.cut_windows import changed_gradients, lost_batches, name_list, unaveraged_step
 from dpfuse.commands.doctor.hooked_gradients import changed_on_some_ranks
+from dpfuse.commands.doctor.not_finite import first_in_backward, first_not_finite
 from dpfuse.commands.doctor.runs import Run
+from dpfuse.commands.doctor.skipped_steps import skipped_of
 from dpfuse.commands.doctor.speed import WORTH, Link, Speed, Timing
 from dpfuse.findings import ALONE as ALONE_CODE
 from dpfuse.findings import CHANGED_IN_WINDOW, CUT_WINDOW, EACH_AVERAGED, SAME_BATCHES, SAME_ORDER, WEIGHTS
@@ -19,6 +21,7 @@ __all__ = ["Finding", "findings_of", "remarks_of"]
 
 DIFFER, SAME, ALONE = "the weights of the ranks differ", "the same batches on every rank", "a group of one rank"
 LEFT_OUT, BUFFERS = "a rank leaves out steps", "buffers differ between ranks"
+SKIPS = "a GradScaler skips steps"
 CHECKED = {DIFFER: WEIGHTS, SAME: SAME_BATCHES}  # dpfuse's own checks find these, too
 LOGGED = {ALONE_CODE: ALONE}  # what dpfuse logs only, and here is wrong
 SLOW_RANK, SLOW_LOADER = "a rank is slow", "the loader is slow"
@@ -37,12 +40,16 @@ class Finding:
         title: in a few words.
         text: what was got, what was expected, and what to do.
         where: the runs in which it was seen.
+        step, rank, parameter: of the place, where they are known.
     """
 
     code: str
     title: str
     text: str
     where: tuple[str, ...]
+    step: int | None = None
+    rank: int | None = None
+    parameter: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON values."""
@@ -50,19 +57,20 @@ class Finding:
 
 
 def findings_of(runs: Sequence[Run], speed: Speed | None = None) -> tuple[Finding, ...]:
-    """Return what is wrong, in the order in which it was seen; the same thing in several runs counts once.
+    """Return what is wrong; the same thing in several runs counts once. What is not finite comes first.
 
     Args:
         runs: all of the doctor's.
         speed: of these runs; None where it was not measured.
     """
+    not_finite = [(run, finding) for run in runs for finding in _not_finite(run)]
     # The trace of a rank that has failed is shorter, and no step was left out.
     traced = [(run, finding) for run in runs if not run.failed for finding in _traced(run)]
     exact = next((one for title in (DIFFER, LEFT_OUT) for _, one in traced if one.title == title), None)
     said = [(run, _with_the_step(finding, exact)) for run in runs for finding in _said(run)]
     seen = {finding.code for _, finding in said} | {finding.title for _, finding in said}
     unsaid = [(run, one) for run, one in traced if not {CHECKED.get(one.title), one.title} & seen]
-    return (*_once([*said, *unsaid]), *(_lost_time(speed.timings) if speed is not None else ()))
+    return (*_once([*not_finite, *said, *unsaid]), *(_lost_time(speed.timings) if speed is not None else ()))
 
 
 def remarks_of(runs: Sequence[Run], link: Link | None) -> tuple[Finding, ...]:
@@ -125,8 +133,25 @@ def _once(found: Sequence[tuple[Run, Finding]]) -> tuple[Finding, ...]:
         key = (finding.code, "" if finding.code else finding.text)
         kept = merged.get(key, finding)
         if run.title not in kept.where:
-            merged[key] = Finding(kept.code, kept.title, kept.text, (*kept.where, run.title))
+            merged[key] = replace(kept, where=(*kept.where, run.title))
     return tuple(merged.values())
+
+
+def _not_finite(run: Run) -> Iterator[Finding]:
+    """Yield that a step was made on what is not finite, also in a run that has failed later, or that many were not."""
+    found = first_not_finite(run.traces)
+    if found is not None:
+        yield Finding("", found.title, found.text, (), found.step, found.rank, found.parameter)
+    for one in () if run.failed else skipped_of([run]):
+        if one.too_many:
+            first = first_in_backward(run.traces)
+            text = (
+                f"{one.explain()}, since gradients were not finite{f'; first {first}' if first else ''}. A skipped "
+                "step changes no weight. Expected a few in the beginning, until the scale fits. If it goes on, a loss "
+                "or a gradient is NaN or infinite at any scale: torch.autograd.set_detect_anomaly(True) names the "
+                "operation that makes a NaN."
+            )
+            yield Finding("", SKIPS, text, ())
 
 
 def _said(run: Run) -> Iterator[Finding]:

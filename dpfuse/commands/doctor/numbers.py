@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from dpfuse.commands.doctor.runs import Run
 from dpfuse.trace.comparison import Difference, compare, first_setting
 from dpfuse.trace.sketch import distance
-from dpfuse.trace.trace_file import RankTrace
+from dpfuse.trace.trace_file import NOT_FINITE, SKIPPED, RankTrace
 
-__all__ = ["EXACT_RANKS", "Numbers", "judge", "losses_of"]
+__all__ = ["EXACT_RANKS", "Numbers", "curve_of", "judge", "losses_of"]
 
 FARTHER = 4.0  # times DDP's distance from itself: less is the luck of rounding
 GRADIENT, LOSS = 1e-4, 1e-3  # relative distances in later steps, to which rounding may have grown
@@ -203,13 +203,25 @@ def _place(found: Difference) -> str:
 
 
 def losses_of(trace: RankTrace) -> list[float]:
-    """Return the last loss of each step of the first optimizer; without steps whose loss is no scalar.
+    """Return the losses of `curve_of`, without steps that have none."""
+    return [value for value in curve_of(trace) if value is not None]
 
-    A loss may be NaN or infinite, which a trace holds as a text.
+
+def curve_of(trace: RankTrace, step: int | None = None) -> list[float | None]:
+    """Return the last loss before each step of one optimizer; None for a step of another, or whose loss is no scalar.
+
+    A loss may be NaN or infinite, which a trace holds as a text. One that a fused optimizer has skipped is left out.
+
+    Args:
+        trace: of one rank.
+        step: one of the optimizer; None takes the first optimizer.
     """
-    found = []
-    for line in trace.steps:
-        values = [one["value"] for one in line["backwards"] if one["value"] is not None]
-        if values and line["optimizer"] == 0:
-            found.append(float(values[-1]))
+    lines = trace.steps
+    optimizer = 0 if step is None or step >= len(lines) else lines[step]["optimizer"]
+    found: list[float | None] = []
+    for line in lines:
+        values = [float(one["value"]) for one in line["backwards"] if one["value"] is not None]
+        known = values[-1] if values and line["optimizer"] == optimizer else None
+        skipped = known is not None and not math.isfinite(known) and SKIPPED in line.get(NOT_FINITE, {})
+        found.append(None if skipped else known)
     return found

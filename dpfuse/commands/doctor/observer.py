@@ -42,13 +42,14 @@ from dpfuse.findings import LOOP
 from dpfuse.measure.communication_times import CommunicationTimes
 from dpfuse.model.options import CommonOptions
 from dpfuse.trace.attachment import start_tracer
+from dpfuse.trace.finite import is_left_out
 from dpfuse.trace.tracer import Tracer
 from dpfuse.tune import Tuning, autotune
 
 __all__ = ["DONE", "ORDER", "OVER", "UNWRAPPED", "Order", "all_done", "start"]
 
 DONE, OVER = "done", "over"  # files: a rank has made its steps, of as many ranks as it says; the doctor has ended all
-UNWRAPPED = "unwrapped"  # how the file of a rank begins that has a character for each step without a wrapper
+UNWRAPPED = "unwrapped"  # how the file of a rank begins that has a character for each step of which no trace has a line
 ORDER = "DPFUSE_DOCTOR_RUN"  # the variable that holds the order as JSON
 SEED = 20261126
 LONGEST_WAIT = 60.0  # seconds for the other ranks at the end
@@ -61,6 +62,7 @@ RECORDED = 5  # backwards that the tuner records with each plan
 TORCH_CLASS: Any = nn.parallel.DistributedDataParallel  # whose constructor is replaced
 LOADER: Any = DataLoader
 SAMPLER: Any = DistributedSampler
+SCALER: Any = torch.amp.GradScaler
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,7 @@ class _Observer:
         self._replaceable = 0  # wrappers of torch's class itself, or of ours in its place
         self._derived: dict[str, None] = {}  # classes that derive from torch's
         self._unwrapped: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # steps before a model is wrapped
+        self._scaled: dict[int, dict[str, Any]] = {}  # by the id of an optimizer, which of its steps a scaler let pass
         self._times: list[CommunicationTimes] = []
         self._tunings: list[Tuning] = []
         self._said: dict[tuple[str, str], dict[str, str]] = {}
@@ -135,6 +138,7 @@ class _Observer:
         sys.addaudithook(self._hear_files)
         if LOADER_ITERATOR is not None:
             self._watch_loaders(LOADER_ITERATOR)
+        self._watch_scalers()
         self._watch_torch()
         if order.wrapper in ("dpfuse", "narrow", "tuned"):
             options: CommonOptions = {"wire_dtype": torch.bfloat16} if order.wrapper == "narrow" else {}
@@ -188,6 +192,7 @@ class _Observer:
                 self._after_step,
                 sketch=self._size > 2,
                 buffers=self._order.wrapper == "dpfuse",  # torch's class leaves them apart until the next forward
+                finite=True,
             )
         self._tracer.add(wrapper)
 
@@ -205,15 +210,20 @@ class _Observer:
 
     def after_step(self, optimizer: Optimizer) -> None:
         """As `Watcher.after_step`: count where no model is wrapped, and so no tracer counts."""
+        if id(optimizer) in self._scaled and is_left_out(optimizer):
+            self._scaled[id(optimizer)]["made"][-1] = False  # this step may end the run
         if self._tracer is not None:
             return
-        self._trains()
-        self._moves()
         steps = self._unwrapped[optimizer] = self._unwrapped.get(optimizer, 0) + 1
-        with open(self._folder / f"{UNWRAPPED}{self._rank}", "a") as file:
-            file.write(".")
+        self._moves_without_line()
         if steps >= self._order.steps:
             self._end()
+
+    def _moves_without_line(self) -> None:
+        self._trains()
+        self._moves()
+        with open(self._folder / f"{UNWRAPPED}{self._rank}", "a") as file:
+            file.write(".")
 
     def _moves(self) -> None:
         now = time.monotonic()
@@ -295,6 +305,7 @@ class _Observer:
             "lines": {} if self._tracer is None else self._tracer.phases.lines,
             "replaceable": self._replaceable,
             "derived": list(self._derived),
+            "scaled": list(self._scaled.values()),
             "unwrapped": max(self._unwrapped.values(), default=0),
         }  # fmt: skip
         draft = self._folder / f"draft{self._name}"  # the doctor may end this process meanwhile
@@ -377,6 +388,27 @@ class _Observer:
             plain_set(sampler, epoch)
 
         kind.__next__, LOADER.__iter__, SAMPLER.set_epoch = timed, begun, set_epoch
+
+    def _watch_scalers(self) -> None:
+        """Count the steps that a scaler makes and skips. One that skips all would not end the run otherwise."""
+        plain = SCALER.step
+
+        @wraps(plain)
+        def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            if not scaler.is_enabled():
+                return plain(scaler, optimizer, *args, **kwargs)
+            facts = {"optimizer": type(optimizer).__name__, "made": []}
+            made = self._scaled.setdefault(id(optimizer), facts)["made"]
+            made.append(True)  # a step that is made may end the run
+            result = plain(scaler, optimizer, *args, **kwargs)
+            if any(found.item() for found in scaler._found_inf_per_device(optimizer).values()):
+                made[-1] = False
+                self._moves_without_line()
+                if made.count(False) >= self._order.steps:
+                    self._end()
+            return result
+
+        SCALER.step = step
 
     def _known(self, sampler: Any) -> _Sampler:
         for one in self._samplers:

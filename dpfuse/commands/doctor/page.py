@@ -7,7 +7,7 @@ from html import escape
 
 from dpfuse.commands.doctor.charts import bars, lines
 from dpfuse.commands.doctor.findings import Finding
-from dpfuse.commands.doctor.numbers import losses_of
+from dpfuse.commands.doctor.numbers import curve_of
 from dpfuse.commands.doctor.report import DoctorReport
 from dpfuse.commands.doctor.runs import TITLES
 from dpfuse.commands.doctor.speed import WORDS
@@ -33,6 +33,7 @@ figure { margin: 1rem 0 0; max-width: 34rem; } svg { width: 100%; height: auto; 
 svg text { font-size: 11px; fill: var(--soft); } @media (max-width: 30rem) { svg text { font-size: 13px; } }
 .grid { stroke: var(--rule); } .line { fill: none; stroke-width: 1.5; }
 .line.c0 { stroke-width: 5; opacity: 0.45; }
+.mark { stroke: var(--bad); } svg text.mark { fill: var(--bad); stroke: none; }
 .legend { list-style: none; padding: 0; margin: 0.25rem 0; display: flex; flex-wrap: wrap; gap: 0.25rem 1rem;
   font-size: 0.85rem; }
 .key { display: inline-block; width: 0.8rem; height: 0.8rem; margin-right: 0.35rem; border-radius: 2px; }
@@ -72,7 +73,9 @@ def _answers(report: DoctorReport) -> str:
     fine = numbers is not None and numbers.fine
     count = len(report.findings)
     wrong = f"{count} finding{'s' * (count != 1)}" if count else "nothing found"
-    if report.not_examined and not count:
+    if report.not_finite is not None:
+        wrong = report.not_finite.title + (f", and {count - 1} more" if count > 1 else "")
+    elif report.not_examined and not count:
         wrong = "examined in part" if report.interrupted else "not examined"
     rows = [
         ("same numbers?", same, fine),
@@ -97,11 +100,13 @@ def _numbers(report: DoctorReport) -> str:
     parts = [f"<h2>Same numbers?</h2><p>{escape(numbers.text)}</p>"]
     if numbers.difference is not None:
         parts.append(f"<pre>{escape(numbers.difference.explain())}</pre>")
+    bad = report.not_finite
+    rank = bad.rank if bad is not None and bad.rank is not None else 0
     series = {}
     for run in report.runs:
         if run.wrapper in ("torch", "dpfuse") and run.traces and run.wrapper not in series:
-            series[run.wrapper] = losses_of(run.traces[0])
-    parts.append(lines({TITLES[name]: values for name, values in series.items()}, label="loss of rank 0"))
+            series[run.wrapper] = curve_of(run.traces[rank], None if bad is None else bad.step)
+    parts.append(lines({TITLES[name]: values for name, values in series.items()}, label=f"loss of rank {rank}"))
     if numbers.ours:
         distances = {"dpfuse from DDP": numbers.ours, "DDP with other buckets from DDP": numbers.theirs}
         parts.append(lines(distances, label="distance of the weights, of the way trained", log=True))
@@ -148,6 +153,12 @@ def _findings(report: DoctorReport) -> str:
     else:
         nothing = report.not_examined or "nothing was found"
         parts.append(f"<p>{escape(nothing[0].upper() + nothing[1:])}.</p>")
+    for steps in report.skipped:
+        if not steps.too_many:
+            text = steps.explain()
+            parts.append(f"<p>{escape(text[0].upper() + text[1:])}.</p>")
+    if report.too_few:
+        parts.append(f"<p>Too few steps for some checks: {escape('; '.join(report.too_few))}.</p>")
     if report.remarks:
         parts.append("<p>This may be meant so:</p>" + _table_of(report.remarks))
     return "".join(parts)

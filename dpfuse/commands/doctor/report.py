@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from dpfuse.commands.doctor.findings import Finding
+from dpfuse.commands.doctor.not_finite import TITLE
 from dpfuse.commands.doctor.numbers import Numbers, losses_of
 from dpfuse.commands.doctor.runs import Run
+from dpfuse.commands.doctor.skipped_steps import SkippedSteps, skipped_of
 from dpfuse.commands.doctor.speed import Speed
 
 __all__ = ["CANNOT_SAY", "FOUND", "DoctorReport"]
@@ -34,6 +36,7 @@ class DoctorReport:
         failed_under: the first wrapper under which the program failed; empty otherwise.
         machine: facts about it, and versions.
         interrupted: the run in which Ctrl-C has ended the doctor; empty otherwise. It is not one of the runs.
+        too_few: checks that had too few steps to say anything, and how many they need.
     """
 
     command: str
@@ -47,6 +50,7 @@ class DoctorReport:
     failed_under: str
     machine: dict[str, Any]
     interrupted: str = ""
+    too_few: tuple[str, ...] = ()
 
     @property
     def not_examined(self) -> str:
@@ -60,6 +64,16 @@ class DoctorReport:
             return "not examined, since there was no comparison"
         last = f", whose last line is {failed.last_line!r}" if failed.last_line else ""
         return f"not examined, since run {failed.number} has failed: {failed.reason()}. See {failed.kept_log}{last}"
+
+    @property
+    def not_finite(self) -> Finding | None:
+        """The finding that a step was made on NaN or infinite values; None if there is none."""
+        return next((one for one in self.findings if one.title.startswith(TITLE)), None)
+
+    @property
+    def skipped(self) -> tuple[SkippedSteps, ...]:
+        """What a scaler has skipped."""
+        return skipped_of(self.runs)
 
     @property
     def exit_code(self) -> int:
@@ -93,6 +107,8 @@ class DoctorReport:
             "speed": self.speed.to_json(),
             "findings": [finding.to_json() for finding in self.findings],
             "remarks": [remark.to_json() for remark in self.remarks],
+            "skipped steps": [one.to_json() for one in self.skipped],
+            "too few steps": list(self.too_few),
             "changed files": self.changed,
             "runs": [
                 {"title": run.title, "exit code": run.code, "seconds": run.seconds, "steps": run.steps,

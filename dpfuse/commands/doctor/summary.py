@@ -38,6 +38,11 @@ def _said(report: DoctorReport) -> Iterator[tuple[str, str]]:
     wrong = [f"{one.code or one.title}: {one.text}" for one in report.findings]
     for number, text in enumerate(wrong or [report.not_examined or "nothing was found"]):
         yield "" if number else "what is wrong?", text
+    for steps in report.skipped:
+        if not steps.too_many:
+            yield "skipped", steps.explain()
+    if report.too_few:
+        yield "too few steps", "; ".join(report.too_few)
     for number, one in enumerate(report.remarks):
         yield "" if number else "may be meant so", f"{one.code or one.title}: {one.text}"
 

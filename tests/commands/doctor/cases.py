@@ -28,7 +28,7 @@ class Case:
     """One program.
 
     Args:
-        kind: "loop", "drift", "link", "numbers", "itself", "steps", "slow" or "healthy".
+        kind: "loop", "finite", "drift", "link", "numbers", "itself", "steps", "slow" or "healthy".
         program: its command line, in the folder of the programs; a folder is a package, and {port} a free port.
         said: a pattern that the terminal must show, with spaces for line breaks.
         finding: a pattern that the code or title of a finding must have; "" if nothing may be found.
@@ -70,6 +70,17 @@ LOOPS = {
     "epoch_of_the_sampler_is_not_set": "DPF-L11",
 }
 ADVICE = ("DPF-L02", "DPF-L03", "DPF-L06", "DPF-L10", "DPF-L11")  # it may be meant so
+FINITE = {  # what the terminal shows, and the finding
+    "float16_overflows_on_rank_1": (
+        "not finite since step 5, rank 1: in step 5 the loss was (inf|nan) on rank 1, and SGD stepped on it: the "
+        "gradient of 0.weight,",
+        "not finite since step 5, rank 1",
+    ),
+    "scaler_that_skips_half": (
+        r"the GradScaler skipped \d+ of \d+ steps of SGD, since gradients were not finite; first the loss on rank 1, ",
+        "a GradScaler skips steps",
+    ),
+}
 DRIFTS = (
     "a_weight_is_edited", "another_learning_rate", "a_step_is_left_out", "gradients_are_clipped",
     "a_gradient_is_changed_behind_backward", "states_are_loaded", "weights_get_noise",
@@ -120,6 +131,7 @@ RIGHT = (
 PLANTED = [
     *(Case("loop", f"planted.py {name}", code, "" if code in ADVICE else code) for name, code in LOOPS.items()),
     Case("loop", "planted.py hook_clamps_gradients_of_rank_0", "on rank 0 alone, hooks of the program change"),
+    *(Case("finite", f"planted.py {name}", said, finding) for name, (said, finding) in FINITE.items()),
     *(Case("drift", f"planted.py {name}", DRIFT, f"{DRIFT}|a rank leaves out steps") for name in DRIFTS),
     *(Case("link", program, said, "a group of one rank", ranks=1) for program, said in LINKS.items()),
     *(

@@ -21,6 +21,7 @@ def plain_facts(**facts: Any) -> dict[str, Any]:
         "tunings": [],
         "findings": [],
         "samplers": [],
+        "scaled": [],
         "read": [],
         "unused": {},
         "behind": 0,

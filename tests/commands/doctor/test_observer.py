@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from dpfuse.commands.doctor.not_finite import first_not_finite
 from dpfuse.commands.doctor.observer import Order
 from dpfuse.commands.doctor.runs import OBSERVER, Plan, run_once
 from dpfuse.commands.run_command import Program
@@ -169,6 +170,38 @@ def test_passes_of_the_training_over_samplers_are_counted(training, epoch, found
     before = f"{GROUP}\n{SAMPLED.format(epoch=epoch)}\n{training}"
     got = observed(tmp_path, "torch", "net", before=before, steps=8)
     assert got.facts["samplers"] == found, got.error
+
+
+SCALED = """
+def train(is_bad, **options):
+    net = torch.nn.Linear(2, 2)
+    model, optimizer = DistributedDataParallel(net), torch.optim.SGD(net.parameters(), lr=0.1, **options)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for step in range(40):
+        optimizer.zero_grad()
+        loss = model(torch.ones(1, 2)).sum() * (torch.inf if is_bad(step) else 1)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+"""
+
+
+@pytest.mark.parametrize(
+    ("training", "made", "steps"),
+    [
+        ("train(lambda step: True)", [False] * 5, 0),
+        ("train(lambda step: step == 1)", [True, False, True, True, True, True], 5),
+        ("train(lambda step: step > 1, fused=True)", [True, True, False, False, False], 5),  # a step that does nothing
+    ],
+    ids=["all are skipped", "one is skipped", "by a fused optimizer"],
+)
+def test_a_run_ends_whatever_a_scaler_skips(training, made, steps, tmp_path):
+    found = observed(tmp_path, "torch", "net", before=f"{GROUP}\n{SCALED}\n{training}")
+    assert (found.code, found.said) == (0, ""), found.error
+    assert found.facts["scaled"] == [{"optimizer": "SGD", "made": made}]
+    traces = read_folder(tmp_path)
+    assert len(traces[0].steps) == steps
+    assert first_not_finite(traces) is None
 
 
 SPAWNS = """

@@ -247,6 +247,22 @@ def test_charts_leave_out_what_cannot_be_drawn():
     assert bars({}, label="x", unit="ms") == bars({"a": {"b": 0.0}}, label="x", unit="ms") == ""
 
 
+@pytest.mark.parametrize(
+    ("values", "parts", "words"),
+    [
+        ([1.0, 2.0, 3.0], 1, None),
+        ([1.0, None, 3.0], 1, None),  # a step of another optimizer
+        ([1.0, 2.0, math.nan, math.nan], 1, "not finite from step 2"),
+        ([1.0, math.inf, 2.0, 3.0], 2, "not finite in step 1"),
+    ],
+)
+def test_a_line_ends_where_values_are_not_finite(values, parts, words):
+    drawn = lines({"loss": values, "other": [1.0]}, label="x")
+    assert drawn.count("<polyline") == parts + 1
+    assert f">step {len(values) - 1}<" in drawn  # and not the last finite one
+    assert re.findall(r"not finite \w+ step \d+", drawn) == ([words] if words else [])
+
+
 def test_what_dpfuse_says_counts_once_with_its_code():
     notes = [
         {"what": "warning", "kind": "LoopWarning", "code": "DPF-L01", "text": "DPF-L01: step 3"},

@@ -187,6 +187,35 @@ def epoch_of_the_sampler_is_not_set(rank, size):
             optimizer.step()
 
 
+# --- Numbers that are not finite ---
+
+
+@program
+def float16_overflows_on_rank_1(rank, size):
+    model, optimizer = trained()
+    for step, (x, y) in enumerate(batches()):
+        optimizer.zero_grad()
+        outputs = model(x)
+        if rank == 1 and step >= PLANT:
+            outputs = (2**20 * outputs).half().float() / 2**20
+        loss_of(outputs, y).backward()
+        optimizer.step()
+
+
+@program
+def scaler_that_skips_half(rank, size):
+    model, optimizer = trained()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for step, (x, y) in enumerate(batches()):
+        optimizer.zero_grad()
+        outputs = model(x)
+        if rank == 1 and step >= PLANT and step % 2:
+            outputs = (2**20 * outputs).half().float() / 2**20
+        scaler.scale(loss_of(outputs, y)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
 # --- Weights that leave those of the other ranks ---
 
 

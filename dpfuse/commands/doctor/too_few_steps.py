@@ -1,0 +1,92 @@
+"""Which checks had too few steps to say anything. Each check knows how many it needs; traces tell what there was."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from dpfuse.commands.doctor.cut_windows import USUAL
+from dpfuse.commands.doctor.findings import PASSES
+from dpfuse.commands.doctor.runs import Run
+from dpfuse.findings import (
+    CUT_WINDOW,
+    NEVER_STEPPED,
+    NOTHING_AVERAGED,
+    OTHER_MODES,
+    OTHER_RATES,
+    SAME_BATCHES,
+    SAME_ORDER,
+)
+from dpfuse.loop import local_steps, never_stepped, same_batches, same_modes, same_rates
+from dpfuse.loop.rank_words import FIRST
+from dpfuse.trace.trace_file import RankTrace
+
+__all__ = ["too_few_steps"]
+
+# Averaged backwards, after which a rule says what it has found. Ranks compare from the fourth on; a GPU tells of it one
+# backward later.
+AVERAGES = {
+    NEVER_STEPPED: never_stepped.BEGIN + never_stepped.AVERAGES + 1,
+    SAME_BATCHES: FIRST + same_batches.STEPS + 1,
+    OTHER_RATES: FIRST + same_rates.BACKWARDS + 1,
+    OTHER_MODES: FIRST + same_modes.BACKWARDS + 1,
+}
+# Of a model of which an optimizer has stepped on a part: another one may begin late.
+LATE = {NEVER_STEPPED: never_stepped.BEGIN + never_stepped.LATER + 1}
+# Steps. The first one of an optimizer is not counted. A window cut short counts behind usual ones, and if weights still
+# differ a step later.
+STEPS = {NOTHING_AVERAGED: local_steps.STEPS + 1, CUT_WINDOW: USUAL + 2}
+
+
+def too_few_steps(runs: Sequence[Run], found: Sequence[str]) -> tuple[str, ...]:
+    """Return what each check needs that has said nothing for want of it, and what it had.
+
+    Args:
+        runs: those under dpfuse, whose own checks look at them.
+        found: the codes of what was found.
+    """
+    traces = [run.traces[0] for run in runs if run.traces]
+    steps = min(
+        (max(Counter(line["optimizer"] for line in one.steps).values(), default=0) for one in traces), default=0
+    )
+    averages = min(map(_averages_of, traces), default=0)
+    late = LATE if any(map(_is_partly_stepped, traces)) else {}
+    of_averages = "steps" if averages == steps else "averaged backwards"
+    needs = [(code, need, steps, "steps") for code, need in STEPS.items()]
+    needs += [(code, need, averages, of_averages) for code, need in {**AVERAGES, **late}.items()]
+    passes = [
+        len(one["epochs"])
+        for run in runs
+        for one in run.facts.get("0", {"samplers": []})["samplers"]
+        if one["epochs"] and not one["set"] and len(set(one["epochs"])) == 1
+    ]
+    needs += [(SAME_ORDER, PASSES, min(passes), "passes over a sampler")] if passes else []
+    return tuple(
+        f"{code} needs {need:,} {unit}, had {had:,}"
+        for code, need, had, unit in sorted(needs)
+        if had < need and code not in found
+    )
+
+
+def _averages_of(trace: RankTrace) -> int:
+    """Return how many backwards were averaged, of the model that has fewest."""
+    backwards = [one for line in trace.steps for one in line["backwards"]]
+    counts = Counter(model for one in backwards for model in one.get("averaged", one.get("all_averaged", {})))
+    return min(counts.values(), default=0)
+
+
+def _is_partly_stepped(trace: RankTrace) -> bool:
+    """Whether optimizers have stepped on some parameters of a model that got gradients, and not on all of these."""
+    stepped = {name for one in trace.optimizers for name in one["names"]}
+    for model in trace.models:
+        number = str(model["number"])
+        texts = [one["averaged"][number] for line in trace.steps for one in line["backwards"]
+                 if number in one.get("averaged", {})]  # fmt: skip
+        known = [
+            (f"{number}:{name}" if model["number"] else name) in stepped
+            for place, name in enumerate(model["names"])
+            if any("-" not in text[8 * place : 8 * place + 8] for text in texts)
+        ]
+        if any(known) and not all(known):
+            return True
+    return False
