@@ -54,6 +54,9 @@ class NotedReport:
             return self.reading
         return ALL_WELL if outcome.well else Reading(any_failed=True, rank=RANK)
 
+    def follow(self, before):
+        """It has told everything."""
+
     def used_somewhere(self, indices):
         return self.used.intersection(indices)
 
