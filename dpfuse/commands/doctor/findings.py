@@ -12,8 +12,17 @@ from dpfuse.commands.doctor.not_finite import first_in_backward, first_not_finit
 from dpfuse.commands.doctor.runs import Run
 from dpfuse.commands.doctor.skipped_steps import skipped_of
 from dpfuse.commands.doctor.speed import WORTH, Link, Speed, Timing
+from dpfuse.commands.doctor.unstepped import unstepped
 from dpfuse.findings import ALONE as ALONE_CODE
-from dpfuse.findings import CHANGED_IN_WINDOW, CUT_WINDOW, EACH_AVERAGED, SAME_BATCHES, SAME_ORDER, WEIGHTS
+from dpfuse.findings import (
+    CHANGED_IN_WINDOW,
+    CUT_WINDOW,
+    EACH_AVERAGED,
+    NEVER_STEPPED,
+    SAME_BATCHES,
+    SAME_ORDER,
+    WEIGHTS,
+)
 from dpfuse.trace.trace_file import BEFORE_STEP, MODULE_BUFFERS
 from dpfuse.weights.finding import kind_in
 
@@ -81,7 +90,7 @@ def remarks_of(runs: Sequence[Run], link: Link | None) -> tuple[Finding, ...]:
         link: how gradients travel; None where it was not measured.
     """
     logged = [(run, finding) for run in runs for finding in _noted(run, "log") if finding.code not in LOGGED]
-    looks = (_in_windows, _own_hooks, _same_order, _own_buffers)
+    looks = (_in_windows, _own_hooks, _unstepped, _same_order, _own_buffers)
     shown = [(run, finding) for run in runs for look in looks for finding in look(run)]
     counted = [(run, finding) for run in runs for finding in _each_averaged(run, link)]
     return _once([*logged, *shown, *counted])
@@ -322,6 +331,17 @@ def _own_hooks(run: Run) -> Iterator[Finding]:
     text = changed_on_some_ranks(run.traces) if run.traces else None
     if text is not None:
         yield Finding("", "gradients are changed on some ranks", text, ())
+
+
+def _unstepped(run: Run) -> Iterator[Finding]:
+    """Yield that some parameters are in no optimizer. Another one may begin later, so it is no more than a remark."""
+    names = unstepped(run.traces) if run.traces else []
+    if names:
+        text = (
+            f"{name_list(names)} got gradients in {run.steps} steps, and no optimizer has stepped on them, though one "
+            "has on others of the model. Expected all of them in an optimizer: pass model.parameters(), or freeze them."
+        )
+        yield Finding(NEVER_STEPPED, "parameters that no optimizer has", text, ())
 
 
 def _same_order(run: Run) -> Iterator[Finding]:

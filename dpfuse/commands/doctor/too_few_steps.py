@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dpfuse.commands.doctor.cut_windows import USUAL
 from dpfuse.commands.doctor.findings import PASSES
 from dpfuse.commands.doctor.runs import Run
+from dpfuse.commands.doctor.unstepped import unstepped
 from dpfuse.findings import (
     CUT_WINDOW,
     NEVER_STEPPED,
@@ -50,7 +51,7 @@ def too_few_steps(runs: Sequence[Run], found: Sequence[str]) -> tuple[str, ...]:
         (max(Counter(line["optimizer"] for line in one.steps).values(), default=0) for one in traces), default=0
     )
     averages = min(map(_averages_of, traces), default=0)
-    late = LATE if any(map(_is_partly_stepped, traces)) else {}
+    late = LATE if any(unstepped(run.traces) for run in runs if run.traces) else {}
     of_averages = "steps" if averages == steps else "averaged backwards"
     needs = [(code, need, steps, "steps") for code, need in STEPS.items()]
     needs += [(code, need, averages, of_averages) for code, need in {**AVERAGES, **late}.items()]
@@ -73,20 +74,3 @@ def _averages_of(trace: RankTrace) -> int:
     backwards = [one for line in trace.steps for one in line["backwards"]]
     counts = Counter(model for one in backwards for model in one.get("averaged", one.get("all_averaged", {})))
     return min(counts.values(), default=0)
-
-
-def _is_partly_stepped(trace: RankTrace) -> bool:
-    """Whether optimizers have stepped on some parameters of a model that got gradients, and not on all of these."""
-    stepped = {name for one in trace.optimizers for name in one["names"]}
-    for model in trace.models:
-        number = str(model["number"])
-        texts = [one["averaged"][number] for line in trace.steps for one in line["backwards"]
-                 if number in one.get("averaged", {})]  # fmt: skip
-        known = [
-            (f"{number}:{name}" if model["number"] else name) in stepped
-            for place, name in enumerate(model["names"])
-            if any("-" not in text[8 * place : 8 * place + 8] for text in texts)
-        ]
-        if any(known) and not all(known):
-            return True
-    return False

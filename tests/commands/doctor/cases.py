@@ -69,7 +69,7 @@ LOOPS = {
     "accumulation_without_no_sync": "DPF-L10",
     "epoch_of_the_sampler_is_not_set": "DPF-L11",
 }
-ADVICE = ("DPF-L02", "DPF-L03", "DPF-L06", "DPF-L10", "DPF-L11")  # it may be meant so
+ADVICE = ("DPF-L02", "DPF-L03", "DPF-L04", "DPF-L06", "DPF-L10", "DPF-L11")  # it may be meant so
 FINITE = {  # what the terminal shows, and the finding
     "float16_overflows_on_rank_1": (
         "not finite since step 5, rank 1: in step 5 the loss was (inf|nan) on rank 1, and SGD stepped on it: the "

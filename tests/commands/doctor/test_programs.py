@@ -144,7 +144,8 @@ def test_the_link_is_told(latency, rate, width, text, tmp_path):
         assert tried == (["dpfuse, tuned"] if "latency" in text else ["dpfuse, 16 bits"])
     else:  # on a busy machine also the fast link has a run of advice
         assert bool(tried) == (link["exposed"] >= WORTH * link["step"])
-    assert ("send 16 bits" in advice) == (text == "the link is the limit")
+    if report["speed"]["noise"] < 0.1 or text != "the link is the limit":  # else what it saved may be chance
+        assert ("send 16 bits" in advice) == (text == "the link is the limit")
     for one in report["speed"]["advice"]:
         if one["measured"]:
             assert one["after"] < one["before"]

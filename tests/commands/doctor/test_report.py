@@ -471,6 +471,27 @@ def test_what_dpfuse_logs_is_a_remark_and_a_group_of_one_rank_is_wrong():
     assert "what is wrong?   nothing was found\nmay be meant so  DPF-L03: rank 0" in text
 
 
+@pytest.mark.parametrize(
+    ("of_ranks", "hashes", "told"),
+    [
+        ((["weight"], ["weight"]), "a" * 8 + "b" * 8, True),
+        ((["weight"], ["bias"]), "a" * 8 + "b" * 8, False),  # each rank steps its part
+        ((["weight"], ["weight"]), "a" * 8 + "-" * 8, False),  # it got no gradient
+        (([""], [""]), "a" * 8 + "b" * 8, False),  # the optimizer has copies
+    ],
+)
+def test_parameters_that_no_optimizer_has_are_a_remark(of_ranks, hashes, told):
+    run = traced(EQUAL_STEPS, EQUAL_STEPS)
+    for names, trace in zip(of_ranks, run.traces.values(), strict=True):
+        trace.models[0]["names"], trace.optimizers[0]["names"] = ["weight", "bias"], names
+        for line in trace.steps:
+            line["backwards"] = [{"averaged": {"0": hashes}, "held": {"0": [1]}}]
+    found = [one for one in remarks_of([run], None) if one.code == "DPF-L04"]
+    assert len(found) == told
+    if told:
+        assert "bias got gradients in 3 steps, and no optimizer has stepped on them" in found[0].text
+
+
 def test_what_windows_show_is_a_remark_with_its_code():
     steps = [window("l0lla") if number % 5 == 4 else window("lla") for number in range(20)]
     for line in [*steps[10], *steps[11]]:

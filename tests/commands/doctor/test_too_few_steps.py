@@ -44,7 +44,8 @@ def test_an_optimizer_that_may_begin_late_is_waited_for():
     for line in run.traces[0].steps[:2]:
         line["backwards"][0]["averaged"] = {"0": "0" * 8 + "1" * 8}
     assert too_few_steps([run], []) == ()
-    run.traces[0].optimizers[0]["names"] = ["weight"]
+    for trace in run.traces.values():
+        trace.optimizers[0]["names"] = ["weight"]
     assert too_few_steps([run], []) == ("DPF-L04 needs 1,003 steps, had 50",)
     for line in run.traces[0].steps[:2]:
         line["backwards"][0]["averaged"] = {"0": "0" * 8 + "-" * 8}  # the bias got no gradient
