@@ -25,7 +25,7 @@ from dpfuse.ddp.patch import Patch
 from dpfuse.engine.optimizer_step_hook import call_after_steps
 from dpfuse.engine.plan import MB
 from dpfuse.engine.user_line import user_line
-from dpfuse.findings import NEVER_STEPPED, OTHER_MODES, OTHER_RATES, OTHER_TENSORS, SAME_BATCHES, WEIGHTS
+from dpfuse.findings import OTHER_MODES, OTHER_RATES, OTHER_TENSORS, SAME_BATCHES, WEIGHTS
 from dpfuse.job.descendants import descendants
 from dpfuse.job.startup import OPTIONS
 from dpfuse.weights.finding import TOLD_ELSEWHERE
@@ -38,8 +38,7 @@ LOADED = "A copy, or what is loaded from a file, keeps its class. Wrap its `modu
 SHOWN = 3  # models that are named
 MADE = b"."  # the mark of a process that has made a wrapper, or speaks for itself
 STEPPED = b"s"  # the mark of a process in which an optimizer has stepped
-# Findings that rank 0 sees as well. A parameter that only some ranks step on makes the weights differ.
-ON_EVERY_RANK = "|".join([NEVER_STEPPED, SAME_BATCHES, OTHER_RATES, OTHER_MODES, WEIGHTS, OTHER_TENSORS])
+ON_EVERY_RANK = "|".join([SAME_BATCHES, OTHER_RATES, OTHER_MODES, WEIGHTS, OTHER_TENSORS])  # rank 0 sees them as well
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 OF_SUBCLASS = r"\w+ derives from torch's DistributedDataParallel, and dpfuse"  # a warning of each rank
 NO_VARIABLE = re.compile(r"environment variable \w+ expected")  # torch's error without them
@@ -108,6 +107,8 @@ class _Messages:
         if wrapper.process_group.rank() == 0:
             trained = [param for param in wrapper.module.parameters() if param.requires_grad]
             megabytes = sum(param.numel() * param.element_size() for param in trained) / MB
+            if self._told and not self._replaced:  # this rank is the first one of a group that was made later
+                warnings.filterwarnings("default", f"{ON_EVERY_RANK}|{TOLD_ELSEWHERE}")
             name, ranks = type(wrapper.module).__name__, wrapper.process_group.size()
             self._replaced.append(_Replaced(name, user_line(), len(trained), megabytes, ranks))
 
@@ -124,8 +125,8 @@ class _Messages:
         if self._told or getattr(sys, "last_value", None) is not None:
             return
         self._told = True
-        _leave_to_another_rank(TOLD_ELSEWHERE)
         if not self._replaced:
+            _leave_to_another_rank(TOLD_ELSEWHERE)
             _leave_to_another_rank(ON_EVERY_RANK)
             return
         shown = self._replaced[:SHOWN]
@@ -227,8 +228,16 @@ def _leave_to_another_rank(text: str) -> None:
 def _wants_ranks(error: BaseException | None) -> bool:
     """Whether an exception says that a variable is missing which a launcher sets for its ranks."""
     if isinstance(error, KeyError):
-        return error.args[:1] in [(name,) for name in RANK_VARIABLES]
+        return error.args[:1] in [(name,) for name in RANK_VARIABLES] and _is_of_environ(error)
     return isinstance(error, ValueError) and NO_VARIABLE.search(str(error)) is not None
+
+
+def _is_of_environ(error: BaseException) -> bool:
+    """Whether `os.environ` has raised an error, and not another mapping with such a key."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_globals.get("__name__") == "os"
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -317,7 +317,11 @@ class Report:
             before = self._untold()
             self._tell_late(before)
             if not before.all_well and outcome.well:
-                self._keep(sums)  # ranks that do not wait hear of this backward in the next one, so this rank does, too
+                now = self._interpret(sums.parts.told.tolist()) if outcome.changed else None
+                if now is not None and not now.any_unchanged:
+                    self._early = now  # every rank has changed, so all wait, and no rank reads it in the next backward
+                else:
+                    self._keep(sums)  # ranks that do not wait read it in the next backward, so this rank does, too
                 return before
             reading = self._interpret(sums.parts.told.tolist())
             self._early = reading
@@ -404,7 +408,7 @@ class Report:
         One rank alone may replace its report. The others hear in the next backward what was reported in this one, and
         they may answer together.
         """
-        if before is not self and (before._pending or before._early is not ALL_WELL or before._before is not None):
+        if not (before is self or self._is_alone or self.is_on_cpu):  # there nothing is told later
             self._before = before
 
     def _tell_late(self, before: Reading) -> None:

@@ -306,6 +306,15 @@ def _hide_interrupts() -> None:
     sys.excepthook, sys.unraisablehook = raised, dropped
 
 
+def _interrupt_children() -> None:
+    """Pass Ctrl-C on to the processes of `multiprocessing` for whose end this one waits before it ends."""
+    module = sys.modules.get("multiprocessing")
+    for child in module.active_children() if module is not None else ():
+        if not child.daemon:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child.pid, signal.SIGINT)
+
+
 def main() -> None:
     told, kind, target, *arguments = sys.argv[1:]
     launch = Launch(**json.loads(told))
@@ -332,7 +341,10 @@ def main() -> None:
         record_exception(error.with_traceback(_own_frames_removed(error)), record)
         if launch.shows_interrupts:
             raise  # Python ends by SIGINT
+        sys.last_value = error  # as Python does
         sys.excepthook(type(error), error, error.__traceback__)  # the program may have one of its own
+        end_within(launch.seconds_to_end, 128 + signal.SIGINT)
+        _interrupt_children()
         end_process(128 + signal.SIGINT)  # with torch, Python itself takes a second for it
     except SystemExit as error:
         code = exit_code_of(error)

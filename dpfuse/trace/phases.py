@@ -20,7 +20,7 @@ class Phases:
     """Adds up the seconds of each phase. At any time one phase runs; "outside" is the rest, such as the loss.
 
     Attributes:
-        lines: of the user's code, in which each phase first began.
+        lines: of the user's code, in which each phase first began since they were cleared.
     """
 
     def __init__(self) -> None:

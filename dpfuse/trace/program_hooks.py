@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Set
+from itertools import takewhile
 from typing import Any
 
 from torch import Tensor
@@ -51,9 +52,10 @@ class HooksAround:
         if _has_others(with_gradient):
             _make_room(with_gradient)
             self._around.append(param.register_hook(self._hooked))
-        if accumulated and _has_others(accumulated, ready_keys(param)):
+        ready = ready_keys(param) if accumulated else frozenset()
+        if _has_others(accumulated, ready):
             self._around.append(param.register_post_accumulate_grad_hook(self._before))
-            _make_room(accumulated)
+            _make_room(accumulated, ready)
             self._around.append(param.register_post_accumulate_grad_hook(self._behind))
 
     def leave(self) -> None:
@@ -88,6 +90,12 @@ def _has_others(hooks: dict[int, Any], ready: Set[int] = frozenset()) -> bool:
     return any(key not in ready and not isinstance(hook, TraceHook) for key, hook in hooks.items())
 
 
-def _make_room(hooks: dict[int, Any]) -> None:
-    """Let all hooks be called behind the first ones of traces, in the order in which they are."""
-    call_last(hooks, [key for key, hook in hooks.items() if not (isinstance(hook, TraceHook) and hook.first)])
+def _make_room(hooks: dict[int, Any], ready: Set[int] = frozenset()) -> None:
+    """Let the first hooks of traces be called before all others, which keep their order.
+
+    Those of dpfuse that are in front stay there. They may send a bucket that lies in `.grad` itself, which is no change
+    by the program.
+    """
+    others = [key for key, hook in hooks.items() if not (isinstance(hook, TraceHook) and hook.first)]
+    in_front = [*takewhile(ready.__contains__, others)]
+    call_last(hooks, [key for key in hooks if key not in others] + others[len(in_front) :])

@@ -385,6 +385,8 @@ class Tracer:
             line["plan"] = plans
         line = _resolved(line)
         self._lines += 1
+        if self._lines == 1:
+            self.phases.lines.clear()  # what came before may have been no training
         self.deep = steps[0] < self._deep_steps
         if not self.deep:
             for hooks in self._gradients:
@@ -398,8 +400,8 @@ class Tracer:
 
     @property
     def since_step(self) -> int:
-        """The number of backwards since the last step of an optimizer."""
-        return len(self._backwards)
+        """The number of averaged backwards since the last step of an optimizer."""
+        return sum(bool(one.keys() & {"averaged", "all_averaged"}) for one in self._backwards)
 
     def unused(self) -> dict[str, list[str]]:
         """Return, by the number of the model, the names of parameters that are trained and have got no gradient."""

@@ -19,8 +19,8 @@ __all__ = [
 ]
 
 OF_ANOTHER = (
-    "On {rank}, backwards that were not synchronised have added to the mean over the ranks before a step; its error "
-    "names the place."
+    "On {rank}, backwards that were not synchronised have added to the mean over the ranks before a step; its "
+    "message names the place."
 )
 AS_ANOTHER = "Rank {rank} has seen such a step, too."
 # Matches the texts of DPF-L01 of ranks beside the one whose text is to be read.

@@ -281,11 +281,21 @@ def test_a_program_that_trains_without_a_wrapper_is_told_so_at_its_end(messages,
     assert capsys.readouterr().err == NOTHING.format(where, hint)
 
 
+def raised_by(read):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("LOCAL_RANK", raising=False)
+        try:
+            read()
+        except KeyError as error:
+            return error
+
+
 @pytest.mark.parametrize(
     ("error", "hint"),
     [
-        (KeyError("LOCAL_RANK"), True),
-        (KeyError("lr"), False),
+        (raised_by(lambda: os.environ["LOCAL_RANK"]), True),
+        (raised_by(lambda: {}["LOCAL_RANK"]), False),  # a table of the program
+        (raised_by(lambda: os.environ["NO_SUCH"]), False),
         (ValueError("Error initializing: environment variable RANK expected, but not set"), True),
         (ValueError("mine"), False),
     ],

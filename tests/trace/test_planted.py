@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from dpfuse.trace.comparison import compare
 from dpfuse.trace.trace_file import BEFORE_STEP, HOOKED, read_folder
@@ -67,6 +69,29 @@ def with_hooks(point, run, value):
 
 def test_dpfuse_equals_ddp_where_hooks_change_gradients(ranks, tmp_path):
     ranks(hooked, tmp_path)
+    assert found_in(tmp_path) is None
+
+
+def logged(rank: int, size: int, folder: Path) -> None:
+    for name, wrap in (("healthy", "dpfuse"), ("planted", "torch")):
+        train(folder / name, wrap, with_a_log, bucket_cap_mb=0.0005)
+
+
+def norm_of_gradient(param):
+    param.grad.norm()
+
+
+def with_a_log(point, run, value):
+    if point == "wrapped":
+        for param in run.net.parameters():
+            param.register_post_accumulate_grad_hook(norm_of_gradient)
+    if point == "before step":  # so that gradients stay in the buckets, which are sent while backward runs
+        run.optimizer.zero_grad = partial(torch.optim.AdamW.zero_grad, run.optimizer, set_to_none=False)
+    return value
+
+
+def test_what_dpfuse_does_to_a_gradient_before_a_hook_that_reads_it_is_no_change_by_the_program(ranks, tmp_path):
+    ranks(logged, tmp_path)
     assert found_in(tmp_path) is None
 
 

@@ -458,6 +458,25 @@ def test_a_rank_that_hears_of_the_backward_before_while_it_waits_hears_of_its_ow
     assert report.asked == (report.question,)
 
 
+def test_ranks_that_have_all_changed_read_each_backward_themselves(device):
+    """All of them wait, so nobody hears of it in the next backward, and another report begins with nothing."""
+    report, changed = make_report(), make_report(1)
+    report.is_on_cpu = False
+    land(report, outcome(frozen=[1]))
+    assert report.read(outcome(), wait=False, gather=False) == ALL_WELL
+    for differing in (("frozen",), ()):
+        sources = (one.source(outcome(changed=True)) for one in (report, changed))
+        report.landed(sum(sources).as_subclass(OnDevice))
+        reading = report.read(outcome(changed=True), wait=True, gather=False)
+        assert reading.differing == differing
+    assert (reading.any_changed, reading.any_unchanged) == (True, False)
+    after = make_report()
+    after.is_on_cpu = False
+    after.follow(report)
+    land(after, outcome())
+    assert after.read(outcome(), wait=False, gather=False) == ALL_WELL
+
+
 @pytest.mark.parametrize("waits", [False, True])
 @pytest.mark.parametrize("reports", [1, 2], ids=["replaced once", "replaced twice"])
 def test_on_cuda_a_report_that_replaces_another_tells_what_that_has_not_told(device, waits, reports):

@@ -2,5 +2,6 @@
 
 Read in this order: `doctor_command` (what happens when), `runs` (one run of the program), `observer` (what acts inside
 its processes), `changed_files`; then what is concluded from runs: `numbers` (are they the same?), `speed` (where the
-time goes), `findings` (what is wrong), `too_few_steps`; and `summary`, `page` and `charts`, which show it.
+time goes), `findings` (what is wrong, with `not_finite`, `skipped_steps`, `cut_windows`, `hooked_gradients` and
+`unstepped`), `too_few_steps`; and `summary`, `page` and `charts`, which show it.
 """

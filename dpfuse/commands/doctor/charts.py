@@ -28,9 +28,10 @@ def lines(series: Mapping[str, Sequence[float | None]], *, label: str, log: bool
     """
     shown = {name: _parts_of(values, log) for name, values in series.items()}
     heights = [value for parts in shown.values() for points in parts for _, value in points]
-    if not heights:
+    marks = dict.fromkeys(mark for values in series.values() if (mark := _mark_of(values)) is not None)
+    if not heights and not marks:
         return ""
-    low, high = min(heights), max(heights)
+    low, high = (min(heights), max(heights)) if heights else (0.0, 1.0)
     high = high if high > low else low + 1
     count = max(map(len, series.values())) - 1 or 1
 
@@ -50,7 +51,6 @@ def lines(series: Mapping[str, Sequence[float | None]], *, label: str, log: bool
         for points in parts:
             path = " ".join(place(step, value) for step, value in points)
             drawn.append(f'<polyline points="{path}" class="line c{number}"/>')
-    marks = dict.fromkeys(mark for values in series.values() if (mark := _mark_of(values)) is not None)
     for number, (step, text) in enumerate(marks):
         x, y = map(float, place(step, high).split(","))
         side, anchor = (-4, "end") if 2 * step > count else (4, "start")

@@ -119,6 +119,7 @@ def _examined(wish: Wish, folder: Path, arguments: list[str]) -> DoctorReport:
     except KeyboardInterrupt:
         interrupted = series.title
         _say(f"interrupted in {interrupted}; the report has what was found before")
+    _ignore_interrupts()  # what follows takes a moment, and would lose all runs
     runs = series.runs
     by = {name: [run for run in runs if run.wrapper == name] for name in TITLES}
     numbers = None
@@ -230,6 +231,11 @@ def _keep_logs(report: DoctorReport, out: Path) -> None:
     for run in report.runs:
         if run.failed and run.log.exists():
             shutil.copyfile(run.log, out / run.kept_log)
+
+
+def _ignore_interrupts() -> None:
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from dpfuse.findings import (
     SAME_ORDER,
     WEIGHTS,
 )
-from dpfuse.trace.trace_file import BEFORE_STEP, MODULE_BUFFERS
+from dpfuse.trace.trace_file import BEFORE_STEP, HELD, MODULE_BUFFERS
 from dpfuse.weights.finding import kind_in
 
 __all__ = ["Finding", "findings_of", "remarks_of"]
@@ -69,7 +69,7 @@ def findings_of(runs: Sequence[Run], speed: Speed | None = None) -> tuple[Findin
     """Return what is wrong; the same thing in several runs counts once. What is not finite comes first.
 
     Args:
-        runs: all of the doctor's.
+        runs: those that are compared.
         speed: of these runs; None where it was not measured.
     """
     not_finite = [(run, finding) for run in runs for finding in _not_finite(run)]
@@ -86,7 +86,7 @@ def remarks_of(runs: Sequence[Run], link: Link | None) -> tuple[Finding, ...]:
     """Return what may be meant so: what windows and samplers show, what costs time, buffers that each rank keeps.
 
     Args:
-        runs: all of the doctor's.
+        runs: those that are compared.
         link: how gradients travel; None where it was not measured.
     """
     logged = [(run, finding) for run in runs for finding in _noted(run, "log") if finding.code not in LOGGED]
@@ -112,14 +112,16 @@ def _lost_time(timings: Sequence[Timing]) -> Iterator[Finding]:
             )
             yield Finding("", SLOW_RANK, text, where)
             return
-    waits = [one for one in timings if _is_much(one.parts["loader"], one)]
+    # The trace waits for a GPU behind each step. Without it, what the GPU still has to do hides as much of the loader.
+    lost = {one.run: one.parts["loader"] - one.parts["device"] for one in timings}
+    waits = [one for one in timings if _is_much(lost[one.run], one)]
     if waits and 2 * len(waits) >= len(timings):
         first = waits[0]
         line = f" ({first.lines['loader']})" if first.lines.get("loader") else ""
         text = (
-            f"each step waits {1e3 * first.parts['loader']:.3g} ms for its batch{line}, "
-            f"{first.parts['loader'] / first.mean:.0%} of the step. Expected batches that are ready: pass more "
-            "num_workers to the DataLoader, or do less for each sample."
+            f"each step waits {1e3 * lost[first.run]:.3g} ms for its batch{line}, "
+            f"{lost[first.run] / first.mean:.0%} of the step. Expected batches that are ready: pass more num_workers "
+            "to the DataLoader, or do less for each sample."
         )
         yield Finding("", SLOW_LOADER, text, tuple(one.run for one in waits))
 
@@ -277,9 +279,10 @@ def _left_out(run: Run) -> str | None:
         return f"rank {idle[0]} makes no step of an optimizer, and others do" if any(steps.values()) else None
     most = max(steps.values())
     for rank, made in steps.items():
-        since = run.behind(rank)  # none under join(), where a rank without inputs runs no backward of its own
+        since = run.behind(rank)  # none under join(), where a rank without inputs averages nothing of its own
         if made < most and since:
-            return f"rank {rank} made {made} of {most} steps of an optimizer, and then {since} backwards without one"
+            more = f"{since} averaged backward{'s' * (since != 1)} without one"
+            return f"rank {rank} made {made} of {most} steps of an optimizer, and then {more}"
     for step in range(run.steps):
         counts = {
             rank: sum(bool(one.keys() & {"averaged", "all_averaged"}) for one in trace.steps[step]["backwards"])
@@ -302,15 +305,24 @@ def _each_averaged(run: Run, link: Link | None) -> Iterator[Finding]:
                 sum(model in one.get("averaged", one.get("all_averaged", {})) for one in line["backwards"])
                 for line in lines[1:]  # before the first one, a program may warm up
             }
-            count = min(lengths, default=0)
+            count = min(lengths, default=0) if _adds_up(lines[1:], model) else 1
             saved = 0.0 if link is None else link.exposed * (1 - 1 / max(count, 1))
             if len(lengths) == 1 and link is not None and saved > WORTH * link.step:
                 text = (
                     f"{count} averaged backwards come before each of {len(lines)} steps of {optimizer['class']}, and "
-                    f"their gradients are added up. With the first {count - 1} inside no_sync(), a step would save up "
-                    f"to {1e3 * saved:.3g} of {1e3 * link.step:.3g} ms."
+                    "their gradients are added up. With all but the last inside no_sync(), a step would save up to "
+                    f"{1e3 * saved:.3g} of {1e3 * link.step:.3g} ms."
                 )
                 yield Finding(EACH_AVERAGED, "each backward is averaged", text, ())
+
+
+def _adds_up(lines: Sequence[dict[str, Any]], model: str) -> bool:
+    """Whether each average before a step, but the first, adds to gradients: a closure that zeroes them does not."""
+    for line in lines:
+        averaged = [one for one in line["backwards"] if model in one.get("averaged", one.get("all_averaged", {}))]
+        if not all(any(one.get(HELD, {}).get(model, [1])) for one in averaged[1:]):
+            return False
+    return True
 
 
 def _in_windows(run: Run) -> Iterator[Finding]:
@@ -338,7 +350,7 @@ def _unstepped(run: Run) -> Iterator[Finding]:
     names = unstepped(run.traces) if run.traces else []
     if names:
         text = (
-            f"{name_list(names)} got gradients in {run.steps} steps, and no optimizer has stepped on them, though one "
+            f"{name_list(names)} got gradients, and in {run.steps} steps no optimizer has stepped on them, though one "
             "has on others of the model. Expected all of them in an optimizer: pass model.parameters(), or freeze them."
         )
         yield Finding(NEVER_STEPPED, "parameters that no optimizer has", text, ())

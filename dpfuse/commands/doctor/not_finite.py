@@ -74,13 +74,16 @@ def _told(traces: Mapping[int, RankTrace], step: int, lines: Mapping[int, dict[s
     losses = {rank: loss for rank, line in lines.items() if (loss := _loss(line))}
     first = min(losses or lines)
     optimizer = traces[first].optimizers[lines[first]["optimizer"]]
+    # Each rank may step a part of its own.
+    names = {rank: traces[rank].optimizers[line["optimizer"]]["names"] for rank, line in lines.items()}
     stepped, weights = (
-        list(dict.fromkeys(name for line in lines.values() for name in _at(optimizer["names"], _places(line, field))))
+        list(dict.fromkeys(name for rank, line in lines.items() for name in _at(names[rank], _places(line, field))))
         for field in (STEPPED, WEIGHTS)
     )
     # A gradient that was used may be of any backward before the step; where none was, an earlier one was skipped.
     own = _own_of_ranks(traces, lines, max(len(line["backwards"]) for line in lines.values()) if stepped else 1)
-    ranks = sorted(losses or own or traces)
+    used = [rank for rank, line in lines.items() if _places(line, STEPPED) or _places(line, WEIGHTS)]
+    ranks = sorted(losses or own or used)
     where = _ranks(ranks, len(traces))
     if losses:
         seen = f"in step {step} the loss was {losses[first]} on {where}"
@@ -91,13 +94,13 @@ def _told(traces: Mapping[int, RankTrace], step: int, lines: Mapping[int, dict[s
         seen += f", and {optimizer['class']} stepped on it" if stepped else ""
     elif stepped:
         seen = (
-            f"in step {step} {optimizer['class']} stepped on a gradient of {name_list(stepped)} that was not finite, "
-            "though those that the ranks had computed were finite"
+            f"in step {step} {optimizer['class']} stepped on a gradient of {name_list(stepped)} that was not finite on "
+            f"{where}, though those that the ranks had computed were finite"
         )
     else:
         seen = (
-            f"step {step} of {optimizer['class']} made {name_list(weights)} NaN or infinite, from gradients that were "
-            "finite as far as they can be read"
+            f"step {step} of {optimizer['class']} made {name_list(weights)} NaN or infinite on {where}, from gradients "
+            "that were finite as far as they can be read"
         )
     parameters = own.get(ranks[0]) or stepped or weights or [""]
     text = (
@@ -127,12 +130,16 @@ def _end(traces: Mapping[int, RankTrace]) -> str:
     """Say what is not finite at the end."""
     last = [trace.steps[-1] for trace in traces.values() if trace.steps]
     losses = [loss for line in last if (loss := _loss(line))]
-    # The weights of each optimizer, after its last step.
+    # The weights of each optimizer, after its last step. Several optimizers, and several ranks, may have the same ones.
     weights = {
         (rank, line["optimizer"]): _places(line, WEIGHTS) for rank, trace in traces.items() for line in trace.steps
     }
-    bad = {(optimizer, place) for (_, optimizer), places in weights.items() for place in places}
-    count = sum(len(optimizer["names"]) for optimizer in traces[0].optimizers)
+    bad = {
+        name
+        for (rank, optimizer), places in weights.items()
+        for name in _at(traces[rank].optimizers[optimizer]["names"], places)
+    }
+    count = len({name for trace in traces.values() for one in trace.optimizers for name in one["names"]})
     found = [f"the loss is {losses[0]} on {len(losses)} of {len(traces)} ranks"] if losses else []
     found += [f"{len(bad)} of {count} parameters are not finite"] if bad else []
     return f"At the end {' and '.join(found) or 'loss and weights are finite again'}."

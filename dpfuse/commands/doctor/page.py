@@ -76,7 +76,7 @@ def _answers(report: DoctorReport) -> str:
     if report.not_finite is not None:
         wrong = report.not_finite.title + (f", and {count - 1} more" if count > 1 else "")
     elif report.not_examined and not count:
-        wrong = "examined in part" if report.interrupted else "not examined"
+        wrong = "examined in part" if report.interrupted and report.runs else "not examined"
     rows = [
         ("same numbers?", same, fine),
         ("how fast?", speed.short, speed.change <= 0.0),
@@ -116,7 +116,8 @@ def _numbers(report: DoctorReport) -> str:
 def _speed(report: DoctorReport) -> str:
     speed = report.speed
     if not speed.timings:
-        return "<h2>How fast?</h2><p>There were too few steps to say.</p>"
+        why = "Nothing was timed" if report.failure or report.interrupted else "There were too few steps to say"
+        return f"<h2>How fast?</h2><p>{why}.</p>"
     parts = ["<h2>How fast?</h2>"]
     if speed.ratio is not None:
         parts.append(f"<p>{escape(speed.verdict[0].upper() + speed.verdict[1:])}.</p>")

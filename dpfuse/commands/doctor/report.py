@@ -27,7 +27,7 @@ class DoctorReport:
     Args:
         command: the command line.
         runs: all of them.
-        numbers: None where a run failed.
+        numbers: None where a run failed, or Ctrl-C came before one of each kind.
         speed: of all runs.
         findings: what is wrong.
         remarks: what may be meant so.
@@ -56,7 +56,8 @@ class DoctorReport:
     def not_examined(self) -> str:
         """Why what is wrong may be unsaid, in one sentence; empty where the program was examined."""
         if self.interrupted:
-            return f"examined only in part, since the doctor was interrupted in {self.interrupted}"
+            part = "examined only in part" if self.runs else "not examined"
+            return f"{part}, since the doctor was interrupted in {self.interrupted}"
         if not self.failure:
             return ""
         failed = next((run for run in self.runs if run.failed), None)
@@ -92,7 +93,7 @@ class DoctorReport:
         """Return all of it as JSON values."""
         numbers = self.numbers
         return {
-            "format": "dpfuse doctor 1",
+            "format": "dpfuse doctor 2",
             "command": self.command,
             "exit code": self.exit_code,
             **self.machine,

@@ -147,13 +147,14 @@ class Run:
         errors.sort(key=lambda one: "onnection" in one[1]["text"])
         if errors:
             name, note = errors[0]
-            first = note["text"].strip().partition("\n")[0]
+            lines = note["text"].strip().splitlines() or [""]
+            first = lines[-1 if note["kind"] == "ProcessRaisedException" else 0]  # which tells of another process first
             where = f"rank {name} raised " if name.isdecimal() else ""  # a process that is no rank has another name
             return f"{where}{note['kind']}{f': {first}' if first else ''}"
         return f"exit code {self.code}{f': {self.last_line}' if self.last_line else ''}"
 
     def behind(self, rank: int) -> int:
-        """Return how many backwards a rank has begun since its last step."""
+        """Return how many backwards of a rank were averaged since its last step."""
         return int(self.facts.get(str(rank), {}).get("behind", 0))
 
     def read(self) -> list[str]:

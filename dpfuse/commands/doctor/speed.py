@@ -39,12 +39,13 @@ SHORT = 64 << 10  # bytes of a message, below which its time hardly depends on i
 FEWEST = 5  # timed steps
 LIMITS = 0.2  # of a step in which backward can only wait: from here on the link is the limit
 WORTH = 0.05  # of a step; below this nothing is advised
+LEAST = 0.005  # of a step: less is 0 %
 CLEAR = 2.0  # times what runs of one kind differ by: less may be chance, since there are only two of each
 SLOWEST = 0.8  # of the steps in which one rank is the slowest
 COMPARED = ("torch", "dpfuse")
 ADVISED = {  # what a run of advice tries, and the argument of the class that the doctor runs
-    "narrow": ("send 16 bits", "wire_dtype=torch.bfloat16; gradients are rounded"),
-    "tuned": ("let the tuner choose the buckets", 'bucket_cap_mb="auto"'),
+    "narrow": ("send 16 bits", "wire_dtype=torch.bfloat16; gradients are rounded; of dpfuse.DistributedDataParallel"),
+    "tuned": ("let the tuner choose the buckets", 'bucket_cap_mb="auto"; of dpfuse.DistributedDataParallel'),
 }
 FEWER = "with contextlib.nullcontext() if (index + 1) % {count} == 0 else model.no_sync(): …, and step as often"
 
@@ -144,7 +145,8 @@ class Link:
         """Return one line."""
         rate = f"{self.bytes / 1e6 / self.travelling:.0f} MB/s while a bucket travels" if self.travelling else "idle"
         limit = "the link is the limit" if self.is_the_limit else "the link is not the limit"
-        messages = f"{self.collectives:.3g} message{'s' * (self.collectives != 1)}"
+        count = f"{self.collectives:.3g}"
+        messages = f"{count} message{'s' * (count != '1')}"
         short = ", by its latency" if self.is_latency and self.is_the_limit else ""
         size = f"{self.bytes / 1e6:.3g} MB in {messages} per step"
         return f"{size}, {rate}; {self.part:.0%} of a step waits for it: {limit}{short}"
@@ -200,7 +202,7 @@ class Speed:
     @property
     def change(self) -> float:
         """The part by which a step of dpfuse is longer than one of DDP; 0 where that may be chance."""
-        if self.ratio is None or self.noise is None or abs(self.ratio - 1) <= CLEAR * self.noise:
+        if self.ratio is None or self.noise is None or abs(self.ratio - 1) <= max(CLEAR * self.noise, LEAST):
             return 0.0
         return self.ratio - 1
 
@@ -224,8 +226,8 @@ class Speed:
             return "each kind was run once, so it cannot be said whether dpfuse is faster"
         if not self.change:
             return (
-                f"no clear difference in speed: dpfuse and DDP differ by {abs(self.ratio - 1):.0%}, and two runs of "
-                f"one kind by {self.noise:.0%}"
+                f"no clear difference in speed: dpfuse and DDP differ by {abs(self.ratio - 1):.0%}, which is less than "
+                f"twice what two runs of one kind differ by, {self.noise:.0%}"
             )
         return f"{self.short} with dpfuse than with DDP; two runs of one kind differ by {self.noise:.0%}"
 
@@ -261,7 +263,9 @@ def to_try(runs: Sequence[Run], deep: int) -> str:
     link = measure(runs, deep).link
     if link is None or link.part < WORTH:
         return ""
-    return "narrow" if link.is_the_limit and not link.is_latency else "tuned"
+    if link.is_the_limit and not link.is_latency:
+        return "narrow"
+    return "tuned" if min(run.steps for run in runs) >= deep + TUNING + FEWEST else ""
 
 
 def _timing(run: Run, deep: int) -> Timing | None:
@@ -317,7 +321,10 @@ def _cycles(trace: RankTrace) -> list[dict[str, float]]:
             cycles.append(dict.fromkeys((*PARTS, "batches"), 0.0))
         for part in PARTS:
             cycles[-1][part] += line["times"][part]
-        cycles[-1]["batches"] += len(line["backwards"]) if line["optimizer"] == 0 else 0
+        if line["optimizer"] == 0:
+            averaged = sum(bool(one.keys() & {"averaged", "all_averaged"}) for one in line["backwards"])
+            # Where several averages come before a step, they may be of one batch, as those of real and fake images.
+            cycles[-1]["batches"] += len(line["backwards"]) if averaged == 1 else 1
     return cycles
 
 
@@ -360,14 +367,15 @@ def _tried(runs: Sequence[Run], timings: Sequence[Timing], noise: float | None) 
         return (Advice(what, how, now, after.median, measured=True),), ""
     times = f"a step took {1e3 * after.median:.3g} ms in a run with it, and {1e3 * now:.3g} without"
     if after.median < now:
-        return (), f"to {what} was tried: {times}, which may be chance"
+        little = "may be chance" if 1 - after.median / now <= CLEAR * noise else f"is less than {WORTH:.0%}"
+        return (), f"to {what} was tried: {times}, which {little}"
     return (), f"to {what} was tried, and saves no time: {times}"
 
 
 def _fewer(link: Link, ours: Timing) -> tuple[Advice, ...]:
     """Estimate averaging half as often, which halves what a sample costs on the link; the rest of a step stays."""
     batches = max(1, round(ours.batches))
-    what = f"average every {'second' if batches == 1 else f'{2 * batches}th'} batch, or double the batch"
+    what = f"average once in {2 * batches} batches, or double the batch"
     after = ours.median * (1 - link.part / 2)
     return (Advice(what, FEWER.format(count=2 * batches), ours.median, after, measured=False),)
 

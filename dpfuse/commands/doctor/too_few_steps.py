@@ -47,6 +47,8 @@ def too_few_steps(runs: Sequence[Run], found: Sequence[str]) -> tuple[str, ...]:
         found: the codes of what was found.
     """
     traces = [run.traces[0] for run in runs if run.traces]
+    if not traces:
+        return ()
     steps = min(
         (max(Counter(line["optimizer"] for line in one.steps).values(), default=0) for one in traces), default=0
     )

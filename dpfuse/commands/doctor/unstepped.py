@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from dpfuse.trace.trace_file import ABSENT, RankTrace
 
 __all__ = ["unstepped"]
 
 WIDTH = len(ABSENT)  # characters of a hash
+SHORT = {"torch.float16", "torch.bfloat16"}
 
 
 def unstepped(traces: Mapping[int, RankTrace]) -> list[str]:
     """Return the parameters with gradients that are in no optimizer, of models of which one has stepped on a part.
 
     Where optimizers have none of a model, they step on copies, or the model is trained later. Each rank may have the
-    optimizer of its own part.
+    optimizer of its own part. A parameter whose weights change is stepped under another name, or by other code, and one
+    of 16 bits may have a copy that is stepped.
 
     Args:
         traces: of a run, by rank.
@@ -30,11 +32,26 @@ def unstepped(traces: Mapping[int, RankTrace]) -> list[str]:
             for one in line["backwards"]
             if number in one.get("averaged", {})
         ]
-        names = [
-            f"{number}:{name}" if model["number"] else name
-            for place, name in enumerate(model["names"])
-            if any(text[WIDTH * place : WIDTH * (place + 1)] != ABSENT for text in texts)
+        weights = [
+            one["weights"][number]
+            for line in traces[0].steps
+            for one in line["forwards"]
+            if number in one.get("weights", {})
         ]
-        if not stepped.isdisjoint(names):
-            found += [name for name in names if name not in stepped]
+        names = {
+            place: f"{number}:{name}" if model["number"] else name
+            for place, name in enumerate(model["names"])
+            if _values(texts, place) - {ABSENT}
+        }
+        if stepped.isdisjoint(names.values()):
+            continue
+        for place, name in names.items():
+            is_short = not SHORT.isdisjoint(model.get("dtypes", [])[place : place + 1])
+            if not (name in stepped or is_short or len(_values(weights, place)) > 1):
+                found.append(name)
     return found
+
+
+def _values(texts: Sequence[str], place: int) -> set[str]:
+    """Return the hashes of one parameter."""
+    return {text[WIDTH * place : WIDTH * (place + 1)] for text in texts}

@@ -89,8 +89,8 @@ DRIFTS = (
 LINKS = {  # seconds per message, bytes per second, width of the layers: on one rank, which no other one delays
     "slow_link.py 1e-4 20e6 256": "the link is the limit.* send 16 bits: a step took",
     "slow_link.py 1e-3 100e6 512": "the link is the limit.* send 16 bits: a step took",
-    "slow_link.py 5e-2 1e9 32": "the link is the limit, by its latency.* average every second batch",
-    "slow_link.py 2e-2 1e9 64": "the link is the limit.* average every second batch",
+    "slow_link.py 5e-2 1e9 32": "the link is the limit, by its latency.* average once in 2 batches",
+    "slow_link.py 2e-2 1e9 64": "the link is the limit.* average once in 2 batches",
 }
 CLASSES = {
     "another_rate": "settings",

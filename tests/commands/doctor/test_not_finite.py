@@ -118,19 +118,25 @@ def test_what_was_skipped_is_no_finding():
             [(0, {"stepped": [0]}), (1, {"stepped": [0]})],
             None,
             "weight",
-            "in step 4 SGD stepped on a gradient of weight that was not finite, though those that the ranks had "
-            "computed were finite.",
+            "in step 4 SGD stepped on a gradient of weight that was not finite on all ranks, though those that the "
+            "ranks had computed were finite.",
+        ),
+        (
+            [(1, {"stepped": [0]})],
+            1,
+            "weight",
+            "in step 4 SGD stepped on a gradient of weight that was not finite on rank 1, though those that the ranks ",
         ),
         (
             [(0, {"parameters": [1], "own": [0], "backward": 0}), (1, {"parameters": [1]})],
             None,
             "bias",
-            "step 4 of SGD made bias NaN or infinite, from gradients that were finite",
+            "step 4 of SGD made bias NaN or infinite on all ranks, from gradients that were finite",
         ),
         ([(0, {"loss": "nan"}), (1, {"loss": "nan"})], None, "", "in step 4 the loss was nan on all ranks."),
         ([(1, {"loss": "-inf"})], 1, "", "in step 4 the loss was -inf on rank 1. At the end loss and weights are fin"),
     ],
-    ids=["a gradient", "the average", "weights", "all ranks", "the loss alone"],
+    ids=["a gradient", "the average", "one rank's own", "weights", "all ranks", "the loss alone"],
 )
 def test_where_it_begins(plants, rank, parameter, text):
     run = training()

@@ -15,7 +15,6 @@ import torch
 from dpfuse import DistributedDataParallel
 from dpfuse.commands.doctor.observer import Order
 from dpfuse.commands.doctor.runs import OBSERVER
-from dpfuse.commands.doctor.speed import WORTH
 from dpfuse.commands.doctor.summary import LINES
 from dpfuse.job.startup import startup_variables
 from tests.commands.programs import PROGRAMS
@@ -137,13 +136,10 @@ def test_the_link_is_told(latency, rate, width, text, tmp_path):
     done, report, _ = doctor(tmp_path, latency, rate, width, ranks=1, steps=24, program="slow_link.py")
     assert re.sub(r"\s+", " ", done.stdout).partition("% of a step waits for it: ")[2].startswith(text)
     assert [finding["title"] for finding in report["findings"]] == ["a group of one rank"]
-    advice, link = [one["what"] for one in report["speed"]["advice"]], report["speed"]["link"]
-    assert ("average every second batch, or double the batch" in advice) == ("not" not in text)
+    advice = [one["what"] for one in report["speed"]["advice"]]
+    assert ("average once in 2 batches, or double the batch" in advice) == ("not" not in text)
     tried = [run["title"].partition(", ")[2] for run in report["runs"][4:]]
-    if "not" not in text:
-        assert tried == (["dpfuse, tuned"] if "latency" in text else ["dpfuse, 16 bits"])
-    else:  # on a busy machine also the fast link has a run of advice
-        assert bool(tried) == (link["exposed"] >= WORTH * link["step"])
+    assert tried == (["dpfuse, 16 bits"] if text == "the link is the limit" else [])  # the tuner needs more steps
     if report["speed"]["noise"] < 0.1 or text != "the link is the limit":  # else what it saved may be chance
         assert ("send 16 bits" in advice) == (text == "the link is the limit")
     for one in report["speed"]["advice"]:
@@ -161,8 +157,7 @@ def test_averaging_every_second_batch_takes_less_time_for_the_same_samples_where
         _, report, _ = doctor(tmp_path / str(count), *words, ranks=1, steps=24, program="slow_link.py")
         (ours, *_) = [one["steps"] for one in report["speed"]["timings"] if one["wrapper"] == "dpfuse"]
         steps[count] = median(ours) / count
-        often = "second" if count == 1 else "4th"
-        assert any(f"average every {often} batch" in one["what"] for one in report["speed"]["advice"])
+        assert any(f"average once in {2 * count} batches" in one["what"] for one in report["speed"]["advice"])
     assert steps[2] < steps[1]
 
 
