@@ -181,7 +181,7 @@ class _Series:
         _say(self.title)
         try:
             run = run_once(self._plan, number, wrapper, _say)
-        finally:  # one that is interrupted changes files, too
+        finally:  # an interrupted run changes files, too
             now = self._look()
             self.changed[self.title] = now.changed_since(self._before)
             self._before = now

@@ -112,7 +112,7 @@ def _lost_time(timings: Sequence[Timing]) -> Iterator[Finding]:
             )
             yield Finding("", SLOW_RANK, text, where)
             return
-    # The trace waits for a GPU behind each step. Without it, what the GPU still has to do hides as much of the loader.
+    # The trace waits for a GPU after each step. Without a trace, the work of the GPU hides as much of the loader.
     lost = {one.run: one.parts["loader"] - one.parts["device"] for one in timings}
     waits = [one for one in timings if _is_much(lost[one.run], one)]
     if waits and 2 * len(waits) >= len(timings):
@@ -246,7 +246,7 @@ def _parting(run: Run) -> tuple[int, list[str], int | None] | None:
 
     Returns:
         The step, the names of the parameters, as far as they were hashed one by one, and the step before of that
-        optimizer if they were equal behind it and differed when this one began.
+        optimizer if they were equal after it and differed when this one began.
     """
     first = run.traces[0]
     last: dict[int, tuple[int, bool]] = {}  # by optimizer: its last step, and whether the weights differ since then
