@@ -7,7 +7,7 @@ of ranks, apart from one element per parameter. It is in no plan and counts in n
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2s
 from operator import attrgetter, mul
@@ -23,11 +23,13 @@ from dpfuse.engine.streams import HostCopy, capturing
 from dpfuse.engine.sync_decision import Window
 from dpfuse_kernels.spoil import any_pair
 
-__all__ = ["ALL_WELL", "Compared", "Outcome", "Reading", "Report"]
+__all__ = ["ALL_WELL", "Compared", "Guard", "Outcome", "Reading", "Report"]
 
 FLAGS = 2  # the first pairs: a rank has failed, or has changed its module; their first elements say so
 RANK_BITS = 16  # of the number of a rank that failed or has changed
 HASH_BITS = 16  # of the set of frozen parameters
+
+Guard = Callable[[Tensor, "tuple[Tensor, Tensor] | None"], None]
 
 _asks = attrgetter("asks")
 
@@ -186,6 +188,7 @@ class Report:
         self._copy: HostCopy | None = None  # of the pairs, on CUDA
         self._host: _HostPairs | None = None  # of that copy; on a CPU, of this backward's
         self._pending = False  # whether the copy has those of an earlier backward, which were not read
+        self._uncopied: Tensor | None = None  # what is still to be copied of this backward
         self._before: Report | None = None  # what this one has replaced, while that has something to tell
         self._usual = b""  # the pairs that said last that all is well
 
@@ -322,6 +325,7 @@ class Report:
                     self._early = now  # every rank has changed, so all wait, and no rank reads it in the next backward
                 else:
                     self._keep(sums)  # ranks that do not wait read it in the next backward, so this rank does, too
+                    self.hand_over()
                 return before
             reading = self._interpret(sums.parts.told.tolist())
             self._early = reading
@@ -433,21 +437,40 @@ class Report:
         before = self._untold()
         self._tell_late(before)
         self._keep(sums)
+        if before is not ALL_WELL:  # an error may follow, or an exchange that fails, in place of `hand_over`
+            self.hand_over()
         return before
 
     def _keep(self, sums: _Sums) -> None:
-        """Copy this backward's report to the host, which reads it in the next one."""
+        """Let `hand_over` copy this backward's report to the host, which reads it in the next one."""
         if self._copy is None:
             self._copy = HostCopy(sums.parts.told)
             self._host = _HostPairs(self._copy.arriving)
         else:
-            self._copy.take(sums.parts.told)
+            self._uncopied = sums.parts.told
         self._pending = True
+
+    def hand_over(self, guard: Guard | None = None) -> None:
+        """Copy this backward's report to the host if it is read later, and let the device act on it in the same launch.
+
+        Args:
+            guard: gets the summed pairs, [2 * pairs], and what it is to copy: from and to; None if that is nothing.
+        """
+        told, copy = self._uncopied, self._copy
+        if guard is not None:
+            guard(self.pairs(), None if told is None or copy is None else (told, copy.arriving))
+        if told is not None and copy is not None:
+            if guard is None:
+                copy.take(told)
+            else:
+                copy.written()
+            self._uncopied = None
 
     def _read_pending(self) -> Reading:
         assert self._copy is not None
         assert self._host is not None
         self._pending = False
+        self.hand_over()  # after an interrupt
         self._copy.wait()
         return ALL_WELL if self._is_usual(self._host) else self._interpret(self._host.values.tolist())
 

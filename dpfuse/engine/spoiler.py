@@ -42,34 +42,50 @@ class Spoiler:
             for (dtype, device), alike in kinds.items()
         ]
 
-    def __call__(self, pairs: Tensor) -> None:
+    def __call__(self, pairs: Tensor, copy: tuple[Tensor, Tensor] | None = None) -> None:
         """Make their gradients NaN if both numbers of a pair differ from zero. The host does not wait.
 
         Args:
             pairs: [2 * pairs], on the device of the report.
+            copy: what is copied besides, from that device, as `dpfuse_kernels.spoil` takes it.
         """
         for table, params in self._kinds:
             grads: list[Tensor | None] = list(map(_grad_of, params))
             if params[0].is_complex():
                 grads = [*map(_real, grads)]
-            spoil(table, grads, _on(table.device, pairs))
-        self._spoil_squares(pairs)
+            copy = self._spoil(table, grads, pairs, copy)
+        self._end(pairs, copy)
 
-    def fill_buffers(self, buffers: Sequence[CommBuffer], pairs: Tensor) -> None:
+    def fill_buffers(
+        self, buffers: Sequence[CommBuffer], pairs: Tensor, copy: tuple[Tensor, Tensor] | None = None
+    ) -> None:
         """As a call, where all gradients lie in these communication buffers, whose few addresses do not change.
 
         Args:
             buffers: of all gradients.
             pairs: as for a call.
+            copy: as for a call.
         """
         layouts = [buffer.gradients.seen for buffer in buffers]
         if layouts != self._layouts:
             self._layouts, self._buffer_kinds = layouts, _tables_of(buffers)
         for table, places in self._buffer_kinds:
-            spoil(table, [buffers[place].gradients.flat for place in places], _on(table.device, pairs))
-        self._spoil_squares(pairs)
+            copy = self._spoil(table, [buffers[place].gradients.flat for place in places], pairs, copy)
+        self._end(pairs, copy)
 
-    def _spoil_squares(self, pairs: Tensor) -> None:
+    def _spoil(
+        self, table: SpoilTable, tensors: list[Tensor | None], pairs: Tensor, copy: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor] | None:
+        """Fill the tensors of one table, and return what is still to be copied."""
+        if table.device != pairs.device:
+            spoil(table, tensors, pairs.to(table.device))
+            return copy
+        spoil(table, tensors, pairs, copy)
+        return None
+
+    def _end(self, pairs: Tensor, copy: tuple[Tensor, Tensor] | None) -> None:
+        if copy is not None:  # no gradient lies on the device of the report
+            copy[1].copy_(copy[0], non_blocking=True)
         if self._squares:
             poison = torch.where(any_pair(pairs), math.nan, 0.0).double()
             torch._foreach_add_(self._squares, [poison] * len(self._squares))  # else the host would read the value
@@ -92,10 +108,6 @@ def _tables_of(buffers: Sequence[CommBuffer]) -> list[tuple[SpoilTable, list[int
         table = SpoilTable([gradients.flat.numel() for gradients in alike], dtype, device, spans=spans)
         tables.append((table, places))
     return tables
-
-
-def _on(device: torch.device, pairs: Tensor) -> Tensor:
-    return pairs if pairs.device == device else pairs.to(device)  # a call of `to` costs several times the comparison
 
 
 def _width(param: Tensor) -> int:

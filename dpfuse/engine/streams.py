@@ -34,12 +34,13 @@ class HostCopy:
 
     Attributes:
         late: whether the values come from a GPU.
-        arriving: the values on the CPU, once `wait` has returned; the next `take` changes them.
+        arriving: the values on the CPU, once `wait` has returned; the next copy changes them.
     """
 
     def __init__(self, values: Tensor) -> None:
         self.late = values.is_cuda
         self._event: torch.cuda.Event | None = None
+        self._outlives = False
         self.arriving = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=self.late)
         self._streams = CudaStreams(values.device)  # not always the current device
         self.take(values)
@@ -49,6 +50,14 @@ class HostCopy:
         self.arriving.copy_(values, non_blocking=True)
         if self.late:
             self._event = self._streams.current().record_event(self._event)
+
+    def written(self) -> None:
+        """Note that what the current stream has been given last, a kernel, writes the values to `arriving`."""
+        if self.late:
+            self._event = self._streams.current().record_event(self._event)
+            if not self._outlives:  # torch does not know that a kernel uses this memory
+                finalize(self, _keep_until, self._event, [self.arriving]).atexit = False
+                self._outlives = True
 
     def read(self) -> list[Any]:
         """Return the values, as `Tensor.tolist` does, once they have arrived."""
@@ -175,6 +184,11 @@ class SideStream:
 
 def _outlive(held: list[object], stream: Any) -> None:
     """Keep what was never joined until the stream has finished with it."""
-    _orphans[:] = [(event, owners) for event, owners in _orphans if not event.query()]
+    _keep_until(stream.record_event() if held else None, list(held))
+
+
+def _keep_until(event: Any, held: list[object]) -> None:
     if held:
-        _orphans.append((stream.record_event(), list(held)))
+        _orphans.append((event, held))
+    if not capturing():  # a query would break the capture
+        _orphans[:] = [(earlier, owners) for earlier, owners in _orphans if not earlier.query()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -25,7 +26,7 @@ from dpfuse.engine.listening import Listening, ReadyRecorder, Wrap
 from dpfuse.engine.phase import IDLE, Phase
 from dpfuse.engine.plan import BucketPlan, rebuild_plan
 from dpfuse.engine.reducer import Reducer, Wiring
-from dpfuse.engine.report import Report
+from dpfuse.engine.report import Guard, Report
 from dpfuse.engine.report_layout import Field, Question, ReportLayout
 from dpfuse.engine.send_order import SendOrder
 from dpfuse.engine.settings import SyncSettings
@@ -317,14 +318,14 @@ class GradSync:
 
     def _spoil(self, report: Report) -> None:
         """Let the device act on the report. On CUDA the host reads it one backward later."""
+        buckets, features = self.reducer.buckets, self._assembly.features
+        guard: Guard | None = self._spoiler
+        if self._spoiler is None or any(feature.divides for feature in features):
+            guard = None  # a feature that divides the gradients has them
+        elif all(map(_gave_views, buckets)):
+            guard = partial(self._spoiler.fill_buffers, [b.parts.buffer for b in buckets if b.params])
+        report.hand_over(guard)
         if self._spoiler is not None:
-            buckets, features = self.reducer.buckets, self._assembly.features
-            if any(feature.divides for feature in features):
-                pass  # that feature has the gradients
-            elif all(map(_gave_views, buckets)):
-                self._spoiler.fill_buffers([b.parts.buffer for b in buckets if b.params], report.pairs())
-            else:
-                self._spoiler(report.pairs())
             for spoil in overridden(Feature, "spoil", *features):
                 spoil(report.wrong, [bucket.parts.delivery for bucket in buckets])
 

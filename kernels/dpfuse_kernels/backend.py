@@ -279,7 +279,9 @@ def bit_hash(table: BitHashTable, group: int, tensors: Mapping[int, Tensor], see
     (bit_hash_triton if _choose(table.device) else bit_hash_reference)(table, group, tensors, seed, pairs)
 
 
-def spoil(table: SpoilTable, tensors: Sequence[Tensor | None], pairs: Tensor) -> None:
+def spoil(
+    table: SpoilTable, tensors: Sequence[Tensor | None], pairs: Tensor, copy: tuple[Tensor, Tensor] | None = None
+) -> None:
     """Fill `tensors` with NaN if both numbers of one of the `pairs`, on their device, differ from zero.
 
     Arguments and result are those of `dpfuse_kernels.spoil.spoil`.
@@ -295,9 +297,9 @@ def spoil(table: SpoilTable, tensors: Sequence[Tensor | None], pairs: Tensor) ->
     if table.triton is None:
         table.triton = _choose(table.device)
     if table.triton:
-        spoil_triton(table, tensors, pairs)
+        spoil_triton(table, tensors, pairs, copy)
     else:
-        spoil_reference(table, tensors, pairs)
+        spoil_reference(table, tensors, pairs, copy)
 
 
 def sum_parts(parts: Tensor, out: Tensor, residual: Tensor | None = None) -> None:

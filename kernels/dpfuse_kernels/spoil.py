@@ -33,6 +33,9 @@ def _spoil_kernel(
     chunk_ptr: tl.tensor,  # [chunks, 3] int64: tensor, first element, elements
     chunks: tl.int64,
     pairs: tl.int64,
+    from_address: tl.int64,  # [copied]
+    to_address: tl.int64,  # [copied], also of pinned memory of the host
+    copied: tl.int64,
     PAIR: tl.constexpr,
     TENSOR: tl.constexpr,
     PAIRS: tl.constexpr,
@@ -40,11 +43,20 @@ def _spoil_kernel(
 ) -> None:
     """Fill chunks p, p + programs, … with NaN in program p if a pair says so: `length` elements from `start` on.
 
+    Whatever the pairs say, program 0 copies `copied` numbers of their dtype from one address to another.
+
     Example: numels [3, 2], CHUNK 2 give chunks (0, 0, 2), (0, 2, 1), (1, 0, 2). With addresses [a, 0] and pairs
     [(0, 2), (1, 1)] all three elements of the first tensor become NaN, and nothing else changes.
     """
     found = 0
     first = 0
+    if tl.program_id(0) == 0:
+        while first < copied.to(tl.int32):
+            lane = first + tl.arange(0, PAIRS)
+            value = tl.load(from_address.to(tl.int64).to(tl.pointer_type(PAIR)) + lane, mask=lane < copied)
+            tl.store(to_address.to(tl.int64).to(tl.pointer_type(PAIR)) + lane, value, mask=lane < copied)
+            first += PAIRS
+        first = 0
     while first < pairs.to(tl.int32):
         place = first + tl.arange(0, PAIRS)
         pair_ptr = pair_address.to(tl.int64).to(tl.pointer_type(PAIR)) + 2 * place
@@ -107,7 +119,7 @@ class SpoilTable:
         self.triton: bool | None = None
         self._found: list[int] | None = None  # addresses of the last call's tensors, if all were as described
         self._seen = Seen()  # what these tensors were like
-        self._repeated: tuple[tuple[Any, ...], Repeatable] | None = None  # the pairs of the last launch, and it
+        self._repeated: tuple[tuple[Any, ...], Repeatable] | None = None  # what the last launch read, and it
 
     @cached_property
     def rows(self) -> Tensor:
@@ -170,16 +182,16 @@ class SpoilTable:
             return [tensor]
         return [tensor[first : first + numel] for first, numel in self.spans[place]]
 
-    def _repeat(self, addresses: list[int], pairs: Tensor) -> bool:
-        """Launch the last launch again if it was for the same addresses and pairs; return whether it was launched."""
+    def _repeat(self, addresses: list[int], read: tuple[Any, ...]) -> bool:
+        """Launch the last launch again if it was for the same addresses and read the same; return whether it was."""
         last = self._repeated
         if last is None or last[1].addresses is not addresses:
             return False
-        return last[0] == (pairs.data_ptr(), pairs.numel(), pairs.dtype) and self.dispatcher.repeat(last[1])
+        return last[0] == read and self.dispatcher.repeat(last[1])
 
-    def _launched(self, pairs: Tensor, call: Repeatable | None) -> None:
+    def _launched(self, read: tuple[Any, ...], call: Repeatable | None) -> None:
         """Note a launch for `_repeat`."""
-        self._repeated = None if call is None else ((pairs.data_ptr(), pairs.numel(), pairs.dtype), call)
+        self._repeated = None if call is None else (read, call)
 
     def _constants(self, pair: torch.dtype) -> dict[str, Any]:
         """Return the compile-time arguments of the kernel, for pairs of this dtype."""
@@ -207,7 +219,9 @@ def _is_dense(tensor: Tensor) -> bool:
     return tensor.is_contiguous() or bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
 
 
-def spoil(table: SpoilTable, tensors: Sequence[Tensor | None], pairs: Tensor) -> None:
+def spoil(
+    table: SpoilTable, tensors: Sequence[Tensor | None], pairs: Tensor, copy: tuple[Tensor, Tensor] | None = None
+) -> None:
     """Fill `tensors` with NaN if a pair says so, with one kernel launch on the current stream. The host does not wait.
 
     Args:
@@ -217,6 +231,9 @@ def spoil(table: SpoilTable, tensors: Sequence[Tensor | None], pairs: Tensor) ->
             not checked again.
         pairs: [2 * pairs] of any floating-point dtype, contiguous, on their device. The tensors are filled if both
             numbers of a pair differ from zero.
+        copy: from and to: two tensors of as many numbers of the dtype of `pairs`, contiguous. The first is on their
+            device, the second there or in pinned memory of the host. The same launch copies them, whatever the pairs
+            say; the second must outlive the kernel.
 
     Example:
         >>> import torch
@@ -228,34 +245,42 @@ def spoil(table: SpoilTable, tensors: Sequence[Tensor | None], pairs: Tensor) ->
         tensor([nan, nan, nan])
     """
     if "rows" not in table.__dict__ and table.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        spoil_reference(table, tensors, pairs)
+        spoil_reference(table, tensors, pairs, copy)
         return
     addresses, others = table.addresses(tensors)
     if others:
         _fill(others, pairs)
-    if not any(addresses) or table._repeat(addresses, pairs):
+    if not any(addresses):
+        _copy(copy)
+        return
+    copied = (0, 0, 0) if copy is None else (copy[0].data_ptr(), copy[1].data_ptr(), copy[0].numel())
+    read = (pairs.data_ptr(), pairs.numel(), pairs.dtype, copied)
+    if table._repeat(addresses, read):
         return
     try:
-        copy = table.ring.device_copy(addresses)
+        uploaded = table.ring.device_copy(addresses)
     except ValueError:  # new addresses cannot be uploaded in a graph
-        spoil_reference(table, tensors, pairs)
+        spoil_reference(table, tensors, pairs, copy)
         return
     rows = table.rows
     key, programs = (_spoil_kernel, pairs.dtype), min(len(rows), PROGRAMS)
-    arguments = (pairs.data_ptr(), copy.data_ptr(), rows.data_ptr(), len(rows), pairs.numel() // 2)
+    arguments = (pairs.data_ptr(), uploaded.data_ptr(), rows.data_ptr(), len(rows), pairs.numel() // 2, *copied)
     constants = partial(table._constants, pairs.dtype)
-    table.dispatcher.launch(key, programs, arguments, {1: copy, 2: rows}, constants, WARPS)
-    table._launched(pairs, table.dispatcher.repeatable(key, programs, arguments, table.ring.latest))
+    table.dispatcher.launch(key, programs, arguments, {1: uploaded, 2: rows}, constants, WARPS)
+    table._launched(read, table.dispatcher.repeatable(key, programs, arguments, table.ring.latest))
 
 
 @torch.no_grad()
-def spoil_reference(table: SpoilTable, tensors: Sequence[Tensor | None], pairs: Tensor) -> None:
+def spoil_reference(
+    table: SpoilTable, tensors: Sequence[Tensor | None], pairs: Tensor, copy: tuple[Tensor, Tensor] | None = None
+) -> None:
     """Fill with torch's own operations, for tensors of any layout. The result equals that of `spoil`.
 
     Args:
         table: what of each tensor is filled.
         tensors: as for `spoil`.
         pairs: as for `spoil`.
+        copy: as for `spoil`.
 
     Example:
         >>> from dpfuse_kernels.spoil import SpoilTable
@@ -265,6 +290,12 @@ def spoil_reference(table: SpoilTable, tensors: Sequence[Tensor | None], pairs: 
         tensor([1., 1.])
     """
     _fill(table._parts(tensors), pairs)
+    _copy(copy)
+
+
+def _copy(copy: tuple[Tensor, Tensor] | None) -> None:
+    if copy is not None:
+        copy[1].copy_(copy[0], non_blocking=True)
 
 
 @torch.no_grad()

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from dpfuse_kernels import PointerTable, Slot, adamw_step, flatten, squared_norm, sum_parts, unflatten
+from dpfuse_kernels import PointerTable, Slot, SpoilTable, adamw_step, flatten, squared_norm, sum_parts, unflatten
 from dpfuse_kernels.adamw import GRADS, NARROW, adamw_step_reference
 from dpfuse_kernels.flatten import flatten_reference
+from dpfuse_kernels.spoil import spoil
 from dpfuse_kernels.sum_parts import sum_parts_reference
 from dpfuse_kernels.unflatten import unflatten_reference
 from tests.kernels.layouts import DTYPES, PAIRS, expected, guarded, same_bits
@@ -268,3 +269,18 @@ def test_a_captured_step_of_adamw_replays_with_the_factor_of_that_moment() -> No
         graph.replay()
         for got, want in zip((param, exp_avg, exp_avg_sq), wanted, strict=True):
             assert same_bits(got.cpu(), want)
+
+
+def test_the_kernel_that_fills_with_nan_writes_numbers_to_pinned_memory() -> None:
+    gradient = torch.ones(100_000, device="cuda")
+    table = SpoilTable([gradient.numel()], torch.float32, torch.device("cuda", torch.cuda.current_device()))
+    pinned = torch.zeros(300, pin_memory=True)
+    numbers = torch.zeros(300, device="cuda")
+    for step in range(1, 5):  # from the second one on, the launch is made again
+        numbers[2:] = step
+        spoil(table, [gradient], numbers[:2], (numbers, pinned))
+        event = torch.cuda.current_stream().record_event()
+        event.synchronize()
+        assert pinned.tolist() == [0.0, 0.0, *[float(step)] * 298]
+    assert table.dispatcher.launches == 4
+    assert gradient.eq(1.0).all()

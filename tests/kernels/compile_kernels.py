@@ -140,7 +140,8 @@ def compile_spoil(architecture: int | str, dtype: str) -> dict[str, object]:
 
     from dpfuse_kernels.spoil import CHUNK, PAIRS, WARPS, _spoil_kernel
 
-    arguments = {"pair_address": "i64", "address_ptr": "*i64", "chunk_ptr": "*i64", "chunks": "i64", "pairs": "i64"}
+    numbers = ("chunks", "pairs", "from_address", "to_address", "copied")
+    arguments = {"pair_address": "i64", "address_ptr": "*i64", "chunk_ptr": "*i64", **dict.fromkeys(numbers, "i64")}
     constants = {"PAIR": getattr(tl, dtype), "TENSOR": getattr(tl, dtype), "PAIRS": PAIRS, "CHUNK": CHUNK}
     return {"kernel": "spoil", "dtype": dtype} | _compiled(
         _spoil_kernel, arguments, constants, architecture, CHUNK, WARPS

@@ -18,7 +18,7 @@ from tests.kernels.test_ahead_of_time import compilations, targets
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
-Spoil = Callable[[SpoilTable, list[Tensor | None], Tensor], None]
+Spoil = Callable[..., None]
 ALARM = torch.tensor([0.0, 2.0, 1.0, 1.0, 3.0, 0.0])
 CALM = torch.tensor([0.0, 2.0, 2.0, 0.0, 3.0, 0.0])
 both = pytest.mark.parametrize("fill", [spoil, spoil_reference], ids=["kernel", "reference"])
@@ -115,6 +115,29 @@ def test_addresses_are_uploaded_once_and_tensors_not_kept() -> None:
     spoil(table, tensors, ALARM)
     assert table.ring.uploads == 2
     assert tensors[0].isnan().all()
+
+
+@both
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("pairs", [ALARM, CALM], ids=["alarm", "calm"])
+@pytest.mark.parametrize("count", [0, 6, 128, 300])
+def test_the_same_launch_copies_numbers(fill: Spoil, dtype: torch.dtype, pairs: Tensor, count: int) -> None:
+    (tensor,), _ = guarded([40], torch.float32)
+    (to,), around = guarded([count], dtype)
+    numbers = torch.cat([pairs.to(dtype), torch.arange(300, dtype=dtype)])[:count]
+    table = SpoilTable([40], torch.float32, CPU, chunk=16)
+    for factor in (1, 2, 2):
+        fill(table, [tensor], pairs.to(dtype), (numbers * factor, to))
+        assert torch.equal(to, numbers * factor)
+        assert around[0][[0, -1]].eq(7.0).all()
+        assert tensor.isnan().all() if pairs is ALARM else tensor.eq(1.0).all()
+
+
+def test_numbers_are_copied_where_no_tensor_is_to_be_filled() -> None:
+    table, to = SpoilTable([4], torch.float32, CPU), torch.zeros(2)
+    spoil(table, [None], CALM, (torch.tensor([3.0, 4.0]), to))
+    assert to.tolist() == [3.0, 4.0]
+    assert table.dispatcher.launches == 0
 
 
 @both

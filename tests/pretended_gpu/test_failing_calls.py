@@ -18,7 +18,6 @@ from tests.pretended_gpu.test_calls import Calls
 CALLS = {
     "triton launch": Calls().launches,
     "nccl allReduce": Calls().collectives,
-    "memcpyAsync DtoH": Calls().reads,
     "cudaEventSynchronize": Calls().waits,
     "cudaEventRecord": Calls().events,
     "cudaStreamWaitEvent": 2,

@@ -374,6 +374,9 @@ def device(monkeypatch):
         def synchronize(self):
             self.waited = True
 
+        def query(self):
+            return True
+
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *shape, pin_memory=False, **how: empty(*shape, **how))
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
@@ -399,6 +402,7 @@ def test_a_report_on_cuda_is_read_one_backward_later(device):
     ]:
         land(report, other)
         assert report.read(outcome(), wait=False, gather=False) == read
+        report.hand_over()
         assert bool(report.wrong()) is not (other == outcome()), "the device knows at once"
         assert [event.waited for event in device] == [True] * (len(device) - 1) + [False], "the host did not wait"
 
@@ -413,6 +417,7 @@ def test_on_cuda_every_rank_hears_one_backward_later_that_one_asks_whether_it_wa
         report.landed((report.source(outcome()) + other.source(outcome())).as_subclass(OnDevice))
         assert report.read(outcome(), wait=bool(wait), gather=False).all_well
         assert not report.wrong()
+        report.hand_over()
         heard.append(report.asked)
     assert heard == [(), (), (report.question,)]
 
@@ -428,8 +433,40 @@ def test_on_cuda_every_rank_hears_one_backward_later_that_numbers_differ_whether
         report.landed((report.source(outcome()) + other.source(outcome())).as_subclass(OnDevice))
         assert report.read(outcome(), wait=bool(wait), gather=False).all_well
         assert not report.wrong(), "the gradients are right"
+        report.hand_over()
         heard.append(report.bits.differs)
     assert heard == [False, False, True]
+
+
+def test_a_guard_copies_the_report_in_its_own_launch(device):
+    report = make_report()
+    report.is_on_cpu = False
+    handed = []
+
+    def guard(pairs, copy):
+        handed.append((pairs, copy))
+        if copy is not None:
+            copy[1].copy_(copy[0].as_subclass(torch.Tensor))
+
+    for other, read in [(outcome(), ALL_WELL), (outcome(failed=True), ALL_WELL), (outcome(), Reading(True, rank=1))]:
+        land(report, other)
+        assert report.read(outcome(), wait=False, gather=False) == read
+        report.hand_over(guard)
+        assert handed[-1][0] is report.pairs()
+    # Torch has copied the first one, and the last one, because an error is raised in place of the launch.
+    assert [copy is None for _, copy in handed] == [True, False, True]
+    assert handed[1][1][0].data_ptr() == handed[1][0].data_ptr()
+    assert [event.waited for event in device] == [True, True, False], "an event follows each copy"
+
+
+def test_a_report_that_nobody_has_handed_over_is_copied_when_it_is_read(device):
+    """An interrupt may strike between the two."""
+    report = make_report()
+    report.is_on_cpu = False
+    for other in (outcome(), outcome(failed=True)):
+        land(report, other)
+        assert report.read(outcome(), wait=False, gather=False) == ALL_WELL
+    assert report.read(outcome(), wait=True, gather=False) == Reading(any_failed=True, rank=1)
 
 
 def test_what_is_still_to_be_read_comes_before_what_is_waited_for(device):

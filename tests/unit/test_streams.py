@@ -21,7 +21,7 @@ from dpfuse.engine.exchanges.in_place import InPlace
 from dpfuse.engine.exchanges.sparse import SparseRows
 from dpfuse.engine.feeds.accumulating import Accumulating
 from dpfuse.engine.report import Outcome
-from dpfuse.engine.streams import HostCopy, SideStream, WritingStreams, writers_on
+from dpfuse.engine.streams import HostCopy, SideStream, WritingStreams, _keep_until, writers_on
 from dpfuse.engine.torch_private import OnStream, are_private, is_private
 from tests.streams import PretendedWork
 
@@ -242,6 +242,22 @@ def test_a_copy_keeps_its_memory_on_the_host():
     copy.wait()
     assert copy.arriving is arrived
     assert arrived.tolist() == copy.read() == [1.0, 3.0]
+
+
+def test_memory_of_the_host_outlives_the_kernel_that_writes_there():
+    passed = False
+    event = SimpleNamespace(query=lambda: passed)
+    streams = SimpleNamespace(current=lambda: SimpleNamespace(record_event=lambda before: event))
+    copy = HostCopy(torch.tensor([1.0, 2.0]))
+    copy.late, copy._streams = True, streams
+    copy.written()
+    arriving = weakref.ref(copy.arriving)
+    del copy
+    gc.collect()
+    assert arriving() is not None
+    passed = True
+    _keep_until(None, [])
+    assert arriving() is None
 
 
 # --- Who refers to a gradient ---

@@ -109,9 +109,9 @@ def views_are_filled_in_their_buffers(rank, size, freezes):
     filled = []
     fill = Spoiler.fill_buffers
 
-    def noted(spoiler, buffers, pairs):
+    def noted(spoiler, buffers, pairs, copy=None):
         filled.append(len(buffers))
-        fill(spoiler, buffers, pairs)
+        fill(spoiler, buffers, pairs, copy)
 
     with as_on_a_gpu(), mock.patch.object(Spoiler, "fill_buffers", noted):
         chain = nn.Sequential(*[nn.Linear(3, 3) for _ in range(4)])
