@@ -22,6 +22,7 @@ from bench.interleave import Clock, cuda_clock, host_clock, interleave, paired_e
 from bench.models import Workload
 from bench.peers import backward_of
 from bench.rank_group import agreed
+from dpfuse import DataParallel, DistributedDataParallel
 from dpfuse.commands.sweep import frozen_heap
 
 __all__ = ["Contender", "Effort", "StepTimes", "affordable", "contenders_of", "time_steps"]
@@ -164,8 +165,8 @@ def _facts(contender: Contender, *, cuda: bool) -> dict[str, int]:
     params = [param for param in contender.module.parameters() if param.requires_grad]
     facts = {"bytes": sum(p.numel() * p.element_size() for p in params), "parameters": len(params)}
     facts |= count(contender.step, cuda=cuda)._asdict()
-    if (reducer := getattr(contender.wrapped, "reducer", None)) is not None:
-        buckets = reducer.buckets
+    if isinstance(contender.wrapped, DataParallel | DistributedDataParallel):  # torch's class has a reducer, too
+        buckets = contender.wrapped.reducer.buckets
         facts["buckets"] = len(buckets)  # with that of the report, where no other bucket has its dtype
         # Each pack and unpack reads and writes every byte of its bucket once, except for gradients reduced in place.
         facts["bytes_in_place"] = sum(bucket.parts.exchange.bytes_in_place for bucket in buckets)
