@@ -40,6 +40,9 @@ svg text { font-size: 11px; fill: var(--soft); } @media (max-width: 30rem) { svg
 .wide { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-size: 0.9rem;
   overflow-wrap: normal; }
 th, td { text-align: left; padding: 0.3rem 0.8rem 0.3rem 0; border-bottom: 1px solid var(--rule); }
+@media (max-width: 30rem) { th, td { padding-right: 0.35rem; font-size: 0.8rem; } }
+.finding { border-left: 3px solid var(--rule); padding-left: 0.8rem; margin: 1rem 0; }
+.finding h3 { font-size: 1rem; margin: 0; } .finding p { margin: 0.25rem 0; }
 """
 COLOURS = "".join(
     f".line.c{number} {{ stroke: var(--c{number}); }} .bar.c{number} {{ fill: var(--c{number}); }} "
@@ -78,14 +81,11 @@ def _answers(report: DoctorReport) -> str:
     elif report.not_examined and not count:
         wrong = "examined in part" if report.interrupted and report.runs else "not examined"
     rows = [
-        ("same numbers?", same, fine),
-        ("how fast?", speed.short, speed.change <= 0.0),
-        ("what is wrong?", wrong, not (count or report.not_examined)),
+        ("same numbers?", same, "good" if fine else "bad"),
+        ("how fast?", speed.short, "soft" if speed.ratio is None else "good" if speed.change <= 0.0 else "bad"),
+        ("what is wrong?", wrong, "bad" if count or report.not_examined else "good"),
     ]
-    items = "".join(
-        f'<li>{escape(title)}<b class="{"good" if good else "bad"}">{escape(text)}</b></li>'
-        for title, text, good in rows
-    )
+    items = "".join(f'<li>{escape(title)}<b class="{kind}">{escape(text)}</b></li>' for title, text, kind in rows)
     failure = report.failure
     if report.interrupted:
         failure = f"The doctor was interrupted in {report.interrupted}. This was found before."
@@ -150,7 +150,7 @@ def _speed(report: DoctorReport) -> str:
 def _findings(report: DoctorReport) -> str:
     parts = ["<h2>What is wrong?</h2>"]
     if report.findings:
-        parts.append(_table_of(report.findings))
+        parts += map(_told, report.findings)
     else:
         nothing = report.not_examined or "nothing was found"
         parts.append(f"<p>{escape(nothing[0].upper() + nothing[1:])}.</p>")
@@ -161,13 +161,14 @@ def _findings(report: DoctorReport) -> str:
     if report.too_few:
         parts.append(f"<p>Too few steps for some checks: {escape('; '.join(report.too_few))}.</p>")
     if report.remarks:
-        parts.append("<p>This may be meant so:</p>" + _table_of(report.remarks))
+        parts += ["<p>This may be meant so:</p>", *map(_told, report.remarks)]
     return "".join(parts)
 
 
-def _table_of(findings: Sequence[Finding]) -> str:
-    rows = [(one.code, one.title, one.text, ", ".join(one.where)) for one in findings]
-    return _table(("code", "what", "in words", "seen in"), rows)
+def _told(finding: Finding) -> str:
+    title = escape(f"{finding.code} {finding.title}".strip())
+    seen = f'<p class="soft">Seen in {escape("; ".join(finding.where))}.</p>' if finding.where else ""
+    return f'<div class="finding"><h3>{title}</h3><p>{escape(finding.text)}</p>{seen}</div>'
 
 
 def _safety(report: DoctorReport) -> str:

@@ -14,6 +14,7 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome", "headless_sh
 BROWSER = os.environ.get("BROWSER_FOR_TESTS") or next(filter(None, map(shutil.which, NAMES)), None)
 FLAGS = ["--no-sandbox", "--single-process", "--no-zygote", "--disable-dev-shm-usage"]  # for containers
 LEGIBLE = 11  # pixels: the height of a line of text
+CUT = '() => [...document.querySelectorAll(".wide")].filter((one) => one.scrollWidth > one.clientWidth).length'
 SMALL = f"""() => [...document.querySelectorAll("p, td, th, li, figcaption, svg text")]
     .filter((one) => one.textContent && one.getBoundingClientRect().height < {LEGIBLE}).length"""
 
@@ -39,6 +40,7 @@ def test_the_page_fits_a_screen_and_fetches_nothing(width, tmp_path):
         tab.goto((tmp_path / "page.html").as_uri())
         assert tab.evaluate("document.documentElement.scrollWidth") == width
         assert tab.evaluate(SMALL) == 0
+        assert tab.evaluate(CUT) == 0
         assert tab.title() == "dpfuse doctor"
         assert len(asked) == 1
         browser.close()

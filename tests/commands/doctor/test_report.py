@@ -223,6 +223,7 @@ def test_a_program_that_fails_is_not_examined(tmp_path):
     text = page(made)
     assert said.replace("'", "&#x27;")[1:] in text
     assert '<b class="bad">not examined</b>' in text
+    assert '<b class="soft">not measured</b>' in text
     for shown in (summary(made), text):
         assert "othing was found" not in shown
         assert "nothing found" not in shown
