@@ -40,6 +40,9 @@ FEWEST = 5  # timed steps
 LIMITS = 0.2  # of a step in which backward can only wait: from here on the link is the limit
 WORTH = 0.05  # of a step; below this nothing is advised
 LEAST = 0.005  # of a step: less is 0 %
+BRIEF = (
+    0.25  # seconds of all timed steps of a run: below this, a moment in which the machine does something else decides
+)
 CLEAR = 2.0  # times what runs of one kind differ by: less may be chance, since there are only two of each
 SLOWEST = 0.8  # of the steps in which one rank is the slowest
 COMPARED = ("torch", "dpfuse")
@@ -202,9 +205,9 @@ class Speed:
     @property
     def change(self) -> float:
         """The part by which a step of dpfuse is longer than one of DDP; 0 where that may be chance."""
-        if self.ratio is None or self.noise is None or abs(self.ratio - 1) <= max(CLEAR * self.noise, LEAST):
+        if self.ratio is None or self.noise is None or is_brief(self.timings):
             return 0.0
-        return self.ratio - 1
+        return 0.0 if abs(self.ratio - 1) <= max(CLEAR * self.noise, LEAST) else self.ratio - 1
 
     @property
     def short(self) -> str:
@@ -213,6 +216,8 @@ class Speed:
             return "not measured"
         if self.noise is None:
             return "too few runs to say"
+        if is_brief(self.timings):
+            return "too short to say"
         if not self.change:
             return "no clear difference"
         return f"{abs(self.change):.0%} {'more' if self.change > 0 else 'less'} time for a step"
@@ -224,6 +229,12 @@ class Speed:
             return ""
         if self.noise is None:
             return "each kind was run once, so it cannot be said whether dpfuse is faster"
+        if is_brief(self.timings):
+            seconds = min(sum(one.steps) for one in self.timings)
+            return (
+                f"the timed steps of a run take {seconds:.2g} s, which is too short to say whether dpfuse is faster: "
+                f"expected {BRIEF:g} s; pass more --steps"
+            )
         if not self.change:
             return (
                 f"no clear difference in speed: dpfuse and DDP differ by {abs(self.ratio - 1):.0%}, which is less than "
@@ -235,6 +246,11 @@ class Speed:
         """Return the fields as JSON values, and what they mean in words."""
         advice = [{**asdict(one), "text": one.explain()} for one in self.advice]
         return {**asdict(self), "advice": advice, "short": self.short, "verdict": self.verdict}
+
+
+def is_brief(timings: Sequence[Timing]) -> bool:
+    """Whether the timed steps of a run take so little time that they tell nothing about speed."""
+    return any(sum(one.steps) < BRIEF for one in timings)
 
 
 def measure(runs: Sequence[Run], deep: int) -> Speed:
@@ -253,15 +269,16 @@ def measure(runs: Sequence[Run], deep: int) -> Speed:
         noise = max((max(values) / min(values) - 1 for values in by.values() if len(values) > 1), default=None)
     link = _link(runs, compared)
     advice, tried = _tried(runs, timings, noise)
-    if link is not None and link.is_the_limit:
+    if link is not None and link.is_the_limit and not is_brief(compared):
         advice += _fewer(link, next(one for one in compared if one.wrapper == "dpfuse"))
     return Speed(tuple(compared), ratio, noise, link, advice, tried)
 
 
 def to_try(runs: Sequence[Run], deep: int) -> str:
     """Return the run of advice that would tell most, as the wrapper of a run; empty if nothing is worth one."""
-    link = measure(runs, deep).link
-    if link is None or link.part < WORTH:
+    speed = measure(runs, deep)
+    link = speed.link
+    if link is None or link.part < WORTH or is_brief(speed.timings):
         return ""
     if link.is_the_limit and not link.is_latency:
         return "narrow"

@@ -29,6 +29,27 @@ def test_noise_is_what_runs_of_one_kind_differ_by():
     assert measure(runs, deep=2).noise == pytest.approx(0.2)
 
 
+def test_nothing_is_said_of_steps_that_take_a_moment_together():
+    kinds = [("torch", 1), ("dpfuse", 3), ("torch", 1), ("dpfuse", 3)]
+
+    def runs(seconds):
+        return [timed(number, wrapper, backward=times * seconds) for number, (wrapper, times) in enumerate(kinds)]
+
+    long, short = (measure(runs(seconds), deep=2) for seconds in (0.03, 0.02))
+    assert long.short == "200% more time for a step"
+    assert (short.change, short.short) == (0.0, "too short to say")
+    assert "take 0.2 s, which is too short to say whether dpfuse is faster: expected 0.25 s; pass more" in short.verdict
+
+
+def test_nothing_is_advised_for_steps_that_take_a_moment_together():
+    runs = compared(0.06)
+    assert measure(runs, deep=2).advice
+    assert to_try(runs, deep=2) == "narrow"
+    runs.append(timed(5, "torch", steps=9, backward=0.01))
+    assert measure(runs, deep=2).advice == ()
+    assert to_try(runs, deep=2) == ""
+
+
 def test_a_slow_rank_is_named_and_what_the_others_wait():
     found = measure([timed(1, "torch", busy=(0.0, 0.04), **PARTS), timed(2, "dpfuse", **PARTS)], deep=2)
     slowest = found.timings[0].slowest
