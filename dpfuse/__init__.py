@@ -17,6 +17,10 @@ from dpfuse.manual.replicas import reduce_replicas
 from dpfuse.measure.communication_times import CommunicationTimes
 from dpfuse.model.plan_file import load_plan
 from dpfuse.sharded import ShardedOptimizer
+from dpfuse.stopping.handlers import stop_on_signals
+from dpfuse.stopping.knowledge import agree_to_stop, forget_stop
+from dpfuse.stopping.reason import StopReason
+from dpfuse.stopping.wish import request_stop
 from dpfuse.version import __version__
 from dpfuse.wrapper import time_communication
 
@@ -36,9 +40,12 @@ __all__ = [
     "ParallelEnv",
     "ParamSpec",
     "ShardedOptimizer",
+    "StopReason",
     "WeightsWarning",
     "__version__",
+    "agree_to_stop",
     "autotune",
+    "forget_stop",
     "fused_allreduce_gradients",
     "get_rank",
     "get_world_size",
@@ -49,8 +56,10 @@ __all__ = [
     "plan_buckets",
     "reduce_replicas",
     "replicate",
+    "request_stop",
     "save_checkpoint",
     "spawn",
+    "stop_on_signals",
     "time_communication",
 ]
 

@@ -41,6 +41,8 @@ from dpfuse.model.logs import show_chosen_logs
 from dpfuse.model.module_sync import FaceParts, Measurable, ModuleSync
 from dpfuse.model.options import SyncOptions, filled
 from dpfuse.model.transforms import may_have_backward
+from dpfuse.stopping.knowledge import own_reason
+from dpfuse.stopping.reason import StopReason
 
 __all__ = ["SyncedModule", "Tuned", "loss_scale_of", "sync_of", "time_communication"]
 
@@ -248,6 +250,44 @@ class SyncedModule(nn.Module):
             yield
         finally:
             self.require_backward_grad_sync = before
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether a rank has asked all ranks to stop: the same answer on all of them in the same step, at no cost.
+
+        Ask it after the optimizer's step, save, and leave the loop. A rank asks with `dpfuse.request_stop`. All ranks
+        learn of it in a backward that synchronises, so never inside a window of `no_sync()`: in the first one that
+        begins after the wish, on a GPU in the one after it. It stays true until `dpfuse.forget_stop`. Without a process
+        group it is the wish of this process.
+
+        Raises:
+            DPFuseError: the last backward was captured in a CUDA graph, whose replays tell the host nothing.
+
+        Example:
+            >>> import dpfuse, torch, torch.distributed as dist
+            >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            >>> model = dpfuse.DataParallel(torch.nn.Linear(4, 2))
+            >>> for step in range(1000):
+            ...     model(torch.ones(3, 4)).sum().backward()
+            ...     if step == 3:
+            ...         dpfuse.request_stop("an hour is over")
+            ...     if model.stop_requested:
+            ...         break
+            >>> step
+            4
+            >>> dpfuse.forget_stop()
+            >>> dist.destroy_process_group()
+        """
+        return self.stop_reason is not None
+
+    @property
+    def stop_reason(self) -> StopReason | None:
+        """Why all ranks stop, the same on all of them; None while `stop_requested` is false.
+
+        Raises:
+            DPFuseError: as `stop_requested`.
+        """
+        return own_reason() if self._sync is None else self._sync.stop.reason()
 
     @contextmanager
     def rank_zero_work(self) -> Iterator[bool]:

@@ -78,15 +78,17 @@ def breaches(layer: str, allowed: set[str]) -> list[str]:
         ({"trace"}, {"engine"} | OPEN_TO_ALL),
         ({"findings"}, {"engine"} | OPEN_TO_ALL),
         ({"weights", "loop"}, {"comm", "engine", "findings", "kernels"} | OPEN_TO_ALL),
+        ({"stopping"}, {"comm", "engine"} | OPEN_TO_ALL),
         (
             {"model"},
-            {"comm", "engine", "findings", "gradients", "liveness", "loop", "measure", "weights"} | OPEN_TO_ALL,
+            {"comm", "engine", "findings", "gradients", "liveness", "loop", "measure", "stopping", "weights"}
+            | OPEN_TO_ALL,
         ),
         ({"liveness", "job"}, {"comm", "engine", "liveness", "job"} | OPEN_TO_ALL),
         ({"data"}, {"job"} | OPEN_TO_ALL),
         (
             FACES,
-            {"comm", "engine", "gradients", "measure", "model", "trace", "weights", "kernels", "checkpoint"}
+            {"comm", "engine", "gradients", "measure", "model", "stopping", "trace", "weights", "kernels", "checkpoint"}
             | FACES
             | OPEN_TO_ALL,
         ),
@@ -101,6 +103,7 @@ def breaches(layer: str, allowed: set[str]) -> list[str]:
         "trace",
         "findings",
         "weights and loop",
+        "stopping",
         "model",
         "liveness and job",
         "data",

@@ -59,6 +59,10 @@ class Engine(Protocol):
         """The number of synchronised backwards."""
 
     @property
+    def captured(self) -> bool:
+        """Whether a CUDA graph has captured the last synchronised backward."""
+
+    @property
     def without_inputs(self) -> bool:
         """Whether this rank has no inputs, and only takes part in a backward of ranks that still have some."""
 

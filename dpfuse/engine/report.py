@@ -143,6 +143,7 @@ class Report:
         is_on_cpu: whether it lies on the CPU, where every rank reads it as soon as it has landed.
         asked: the questions that a rank has asked, and of which every rank has heard by now: on a CPU in this backward,
             on CUDA in the one before.
+        captured: whether a CUDA graph has captured the last backward, so that its replays tell the host nothing.
     """
 
     def __init__(
@@ -160,6 +161,7 @@ class Report:
         self._questions = tuple(layout.questions)
         self._window = window
         self.asked: tuple[Question, ...] = ()
+        self.captured = False
         self._flags = FLAGS + len(self._questions)
         self._ranks = self._flags + sum(each.bits for each in self._fields) + HASH_BITS  # as a place among the pairs
         # From here on, places are elements: of compared bits, of numbers that are added up, of parameters.
@@ -301,11 +303,13 @@ class Report:
         if sums.reading is not None:
             return sums.reading
         self.asked = ()
-        if not self.is_on_cpu and capturing():
+        self.captured = not self.is_on_cpu and capturing()
+        if self.captured:
             self._tell_of(ALL_WELL)
             return ALL_WELL if outcome.well else Reading(any_failed=True, rank=self.group.rank())
-        if self._is_alone and outcome.well and not outcome.changed:
-            return ALL_WELL  # no other rank can report anything
+        if self._is_alone and outcome.well and not outcome.changed:  # no other rank can report anything
+            self.asked = tuple(filter(_asks, self._questions))
+            return ALL_WELL
         if self.is_on_cpu:
             host = self._host
             if host is None or host.values is not sums.parts.told:

@@ -162,6 +162,11 @@ class GradSync:
         return self.reducer.completed
 
     @property
+    def captured(self) -> bool:
+        """Whether a CUDA graph has captured the last synchronised backward."""
+        return self.reducer.in_use.report.captured
+
+    @property
     def without_inputs(self) -> bool:
         """Whether this rank only takes part in a backward of other ranks."""
         return self._window.without_inputs

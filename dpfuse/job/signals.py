@@ -6,6 +6,9 @@
 | SIGTERM, SIGINT, SIGHUP, SIGQUIT | sends the first one to each rank; kills the ranks that have not ended in time |
 | SIGINT after one of these | kills the ranks at once |
 
+A rank that has a handler gets such a signal alone, so that it can end its own work: the workers of its DataLoader would
+die of it. Without a handler, the processes that it has started get the signal, too.
+
 Meanwhile the launcher supervises its ranks as before. `rank_program.keep_signals` is the other half: it keeps SIGUSR1
 and SIGUSR2 for the program of a rank.
 """
@@ -183,8 +186,9 @@ class Signals:
     def _to_ranks(self, number: int) -> None:
         for rank in self._ranks or ():
             if rank.poll() is None:
+                alone = number in self._spared or _has_handler(rank.pid, number)
                 with suppress(ProcessLookupError):
-                    (os.kill if number in self._spared else os.killpg)(rank.pid, number)
+                    (os.kill if alone else os.killpg)(rank.pid, number)
 
     def _end(self) -> None:
         """Kill the ranks; if the launcher does not end after that, end it as well."""
@@ -205,6 +209,10 @@ class Signals:
 
 def _do_nothing(number: int, frame: FrameType | None) -> None:
     """Be a handler: so the signal does not end this process, and processes that it starts have none."""
+
+
+def _has_handler(pid: int, number: int) -> bool:
+    return bool(_masks_of(pid).get("SigCgt", 0) >> (number - 1) & 1)
 
 
 def _takes(pid: int, number: int) -> bool:

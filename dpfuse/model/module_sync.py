@@ -45,6 +45,7 @@ from dpfuse.model.failed_batch import FailedBatch
 from dpfuse.model.follow import ModuleFollower, params_of
 from dpfuse.model.options import SyncOptions
 from dpfuse.model.signature import ModelSignature
+from dpfuse.stopping.request import StopRequest
 from dpfuse.weights.check import WeightsCheck
 from dpfuse.weights.left_alone import leave_alone
 
@@ -112,6 +113,7 @@ class ModuleSync:
         loop: looks at the training loop, if that was asked for.
         metrics: measures synchronised backwards, if that was asked for.
         phases: times the phases of steps, if that was asked for and there is a heartbeat.
+        stop: asks the ranks to stop together.
         before_collectives: called in `before_forward`, once all is well.
     """
 
@@ -163,6 +165,8 @@ class ModuleSync:
         if options.common["grad_norm_in_backward"]:
             watchers.append(NormInBackward())
         watchers += [_AfterDelivery(face.after_delivery)] if face.after_delivery else []
+        self.stop = StopRequest()
+        watchers.append(self.stop)
         self.phases: PhaseTimes | None = None
         self.weights: WeightsCheck | None = None
         self.loop: LoopCheck | None = None

@@ -6,6 +6,7 @@ Where namespaces cannot be made, two launchers meet on loopback instead. Every t
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -172,13 +173,15 @@ def test_a_launcher_that_ends_ends_the_job_on_the_other_machine(number, how, mac
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "how"), [(0, signal.SIGTERM), (1, signal.SIGTERM), (0, signal.SIGUSR1)])
 def test_a_signal_to_one_launcher_lets_ranks_of_both_machines_save_and_end(number, how, machines):
-    nodes = [machines.launch(n, *machines.way(n), SCRIPTS / "agree_to_end.py") for n in (0, 1)]
+    nodes = [machines.launch(n, *machines.way(n), SCRIPTS / "stop_together.py", 0) for n in (0, 1)]
     pids = [pids_in(node.stdout.readline())[0] for node in nodes]
     began = time.monotonic()
     nodes[number].send_signal(how)
     told = [node.communicate(timeout=patience(TIMEOUT)) for node in nodes]
     assert time.monotonic() - began < patience(15)  # no launcher waits for one that has left
-    assert [out for out, _ in told] == ["rank 0 saved\n", "rank 1 saved\n"]
+    (first,) = re.findall(r"rank 0 stopped in (step \d+: .*)\n", told[0][0])
+    assert re.fullmatch(rf"step \d+: rank {number} got {how.name}", first)
+    assert told[1][0] == f"rank 1 stopped in {first}\n"
     codes, ended = [0, 0], [False, False]
     if how == signal.SIGTERM:
         codes[number], ended[number] = 143, True

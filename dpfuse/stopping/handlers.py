@@ -1,0 +1,117 @@
+"""Handlers of signals that ask all ranks to stop. Knows the wish of this process, and no rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+from dpfuse.errors import DPFuseError
+from dpfuse.stopping.wish import wish
+
+__all__ = ["StopSignals", "stop_on_signals"]
+
+USUAL = ("SIGTERM", "SIGUSR1")
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # how another process ends one
+
+
+def stop_on_signals(*signals: str | int) -> StopSignals:
+    """Let these signals ask all ranks to stop together, instead of ending this process. Call it before the training.
+
+    A handler only notes the wish: see `dpfuse.request_stop`. A handler of the program that was there is called after
+    it. The first SIGINT (Ctrl-C) asks; from the second one on, Python raises KeyboardInterrupt, as without this call.
+    Processes that this one forks, such as workers of a DataLoader, ask nothing.
+
+    Args:
+        signals: names or numbers; none means "SIGTERM" and "SIGUSR1".
+
+    Returns:
+        What takes the handlers off again: its `close()`, or the end of a `with` block.
+
+    Raises:
+        ValueError: there is no such signal, or no process can handle it, as SIGKILL.
+        DPFuseError: this is not the main thread, in which alone Python installs handlers; or the handler that is there
+            is none of Python.
+
+    Example:
+        >>> import os, signal, dpfuse
+        >>> with dpfuse.stop_on_signals("SIGUSR1"):
+        ...     os.kill(os.getpid(), signal.SIGUSR1)  # as a cluster does
+        ...     dpfuse.agree_to_stop()
+        True
+        >>> dpfuse.forget_stop()
+
+    Source: the signals and the order of handlers are those of Lightning's and submitit's.
+    """
+    numbers = [_number_of(each) for each in signals or USUAL]
+    thread = threading.current_thread()
+    if thread is not threading.main_thread():
+        raise DPFuseError(
+            f"stop_on_signals() was called in the thread {thread.name!r}, expected the main thread: Python installs "
+            "handlers of signals only there. Call it there, before the training begins."
+        )
+    for number in numbers:
+        if signal.getsignal(number) is None:
+            raise DPFuseError(
+                f"{signal.Signals(number).name} has a handler that Python has not installed, expected one that can be "
+                "called after dpfuse's. Pass other signals."
+            )
+    return StopSignals(numbers)
+
+
+class StopSignals:
+    """The handlers that `stop_on_signals` has installed.
+
+    Args:
+        numbers: of their signals.
+    """
+
+    def __init__(self, numbers: list[int]) -> None:
+        self._process = os.getpid()
+        self._before: dict[int, Any] = {}
+        for number in numbers:
+            self._before.setdefault(number, signal.signal(number, self._note))
+
+    def close(self) -> None:
+        """Install the handlers again that were there before, except where the program has installed others since."""
+        for number, before in self._before.items():
+            if signal.getsignal(number) == self._note:
+                signal.signal(number, before)
+        self._before = {}
+
+    def __enter__(self) -> StopSignals:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        before = self._before.get(number, signal.SIG_DFL)
+        if os.getpid() != self._process:
+            if number in ENDING:  # a parent ends its children so
+                signal.signal(number, before)
+                os.kill(os.getpid(), number)
+            return
+        first = not wish.words
+        wish.make(signal.Signals(number).name)
+        if callable(before) and not (first and before is signal.default_int_handler):
+            before(number, frame)
+
+
+def _number_of(one: str | int) -> int:
+    try:
+        number = signal.Signals[one] if isinstance(one, str) else signal.Signals(one)
+    except (KeyError, ValueError):
+        raise ValueError(
+            f"stop_on_signals() got {one!r}, expected the name or the number of a signal, such as 'SIGUSR1'."
+        ) from None
+    if number in (signal.SIGKILL, signal.SIGSTOP):
+        raise ValueError(
+            f"stop_on_signals() got {number.name}, expected a signal that a process can handle, such as 'SIGTERM': "
+            f"{number.name} acts at once."
+        )
+    return number

@@ -1,0 +1,94 @@
+"""What all ranks of a group know of a wish to stop, outside of one wrapper. Knows requests only as what is told."""
+
+from __future__ import annotations
+
+from typing import Protocol
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch.distributed as dist
+
+from dpfuse.comm import votes
+from dpfuse.comm.collective import resolve_group
+from dpfuse.stopping.reason import StopReason, cut, reason_of
+from dpfuse.stopping.wish import wish
+
+__all__ = ["agree_to_stop", "exchange", "forget_stop", "own_reason", "tell"]
+
+
+class Told(Protocol):
+    """What is told of a group."""
+
+    def hear(self, reason: StopReason | None) -> None:
+        """Know this from now on; None forgets all."""
+
+
+_told: WeakKeyDictionary[dist.ProcessGroup, WeakSet[Told]] = WeakKeyDictionary()
+
+
+def tell(group: dist.ProcessGroup, told: Told) -> None:
+    """Tell this object, as long as it lives, on what the ranks of a group agree."""
+    _told.setdefault(group, WeakSet()).add(told)
+
+
+def own_reason() -> StopReason | None:
+    """Return why this process stops where it has no group."""
+    return reason_of([wish.words])
+
+
+def exchange(group: dist.ProcessGroup) -> StopReason | None:
+    """Return why the ranks stop, if one of them wishes it. A collective of all ranks."""
+    if group.size() == 1:
+        return own_reason()
+    return reason_of(votes.gather_texts(cut(wish.words, votes.SHORT_TEXT), group))
+
+
+def agree_to_stop(group: dist.ProcessGroup | None = None) -> bool:
+    """Whether a rank has asked all ranks to stop, where no backward tells: one small collective, on all ranks.
+
+    Call it every some batches of a long evaluation, or between replays of a CUDA graph. From a yes on,
+    `model.stop_requested` is true of the models of this group.
+
+    Args:
+        group: the ranks; None means all. All of them call it, the same number of times.
+
+    Returns:
+        The same on all ranks. Without a process group, whether this process wishes it.
+
+    Raises:
+        DPFuseError: a rank has ended, or has left the group.
+
+    Example:
+        >>> import dpfuse
+        >>> dpfuse.agree_to_stop()
+        False
+        >>> dpfuse.request_stop()
+        >>> dpfuse.agree_to_stop()
+        True
+        >>> dpfuse.forget_stop()
+    """
+    ranks = resolve_group(group)
+    if ranks is None:
+        return bool(wish.words)
+    reason = exchange(ranks)
+    if reason is not None:
+        for told in tuple(_told.get(ranks, ())):
+            told.hear(reason)
+    return reason is not None
+
+
+def forget_stop() -> None:
+    """Forget that this process has asked to stop, and what its models have heard. Call it on all ranks.
+
+    A process that goes on after a stop needs it: a notebook, a sweep over many trainings.
+
+    Example:
+        >>> import dpfuse
+        >>> dpfuse.request_stop("a key was pressed")
+        >>> dpfuse.forget_stop()
+        >>> dpfuse.agree_to_stop()
+        False
+    """
+    wish.forget()
+    for requests in tuple(_told.values()):
+        for told in tuple(requests):
+            told.hear(None)

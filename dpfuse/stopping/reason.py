@@ -1,0 +1,64 @@
+"""Why all ranks stop: the ranks that have asked for it, and their cause. Knows no group and no wish; only texts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["StopReason", "cut", "reason_of"]
+
+PROGRAM = "program"  # the cause of `dpfuse.request_stop`
+
+
+@dataclass(frozen=True)
+class StopReason:
+    """Why all ranks stop. It is the same on each of them.
+
+    Attributes:
+        ranks: of the group, those that have asked.
+        cause: of the first of them: the name of a signal, such as "SIGTERM", or "program".
+        text: of the first of them, as `dpfuse.request_stop` has got it; empty otherwise.
+
+    Example:
+        >>> import dpfuse
+        >>> str(dpfuse.StopReason((1,), "SIGTERM"))
+        'rank 1 got SIGTERM'
+        >>> str(dpfuse.StopReason((0, 2), "program", "the disk is full"))
+        'ranks 0 and 2 have asked: the disk is full'
+    """
+
+    ranks: tuple[int, ...]
+    cause: str
+    text: str = ""
+
+    def __str__(self) -> str:
+        several = len(self.ranks) > 1
+        last = f"{', '.join(map(str, self.ranks[:-1]))} and " if several else ""
+        ranks = f"rank{'s' * several} {last}{self.ranks[-1]}"
+        if self.cause != PROGRAM:
+            return f"{ranks} got {self.cause}"
+        return f"{ranks} {'have' if several else 'has'} asked{f': {self.text}' if self.text else ''}"
+
+
+def reason_of(words: Sequence[str]) -> StopReason | None:
+    """Return why ranks stop of which each has gathered these words; None if no rank wishes it.
+
+    Example:
+        >>> reason_of(["", "program a key", "SIGTERM"])
+        StopReason(ranks=(1, 2), cause='program', text='a key')
+    """
+    ranks = tuple(rank for rank, said in enumerate(words) if said)
+    if not ranks:
+        return None
+    cause, _, text = words[ranks[0]].partition(" ")
+    return StopReason(ranks, cause, text)
+
+
+def cut(words: str, most: int) -> str:
+    """Return the beginning that takes at most so many bytes, in whole characters.
+
+    Example:
+        >>> cut("größer", 4)
+        'grö'
+    """
+    return words.encode()[:most].decode(errors="ignore")

@@ -1,0 +1,1 @@
+"""Stopping together: all ranks learn of the wish of one of them in the same step."""

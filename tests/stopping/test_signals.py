@@ -1,0 +1,139 @@
+"""Signals that ask all ranks to stop: handlers in one process, and jobs whose launcher or rank gets them."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+import dpfuse
+from dpfuse.stopping.wish import wish
+from tests.distributed.launch.test_signals import Job
+from tests.distributed.processes import SCRIPTS
+
+USR1, TERM, INT = signal.SIGUSR1, signal.SIGTERM, signal.SIGINT
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in (USR1, TERM, INT)}
+    yield
+    dpfuse.forget_stop()
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def send(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+def test_a_handler_notes_the_wish_and_calls_the_one_that_was_there_each_time() -> None:
+    got: list[int] = []
+    signal.signal(USR1, lambda number, frame: got.append(number))
+    with dpfuse.stop_on_signals() as handlers:
+        send(USR1)
+        assert (wish.words, got) == ("SIGUSR1", [USR1])
+        send(TERM)
+        send(USR1)
+        assert (wish.words, got) == ("SIGUSR1", [USR1, USR1])
+    send(USR1)
+    assert len(got) == 3
+    handlers.close()
+    assert signal.getsignal(TERM) is signal.SIG_DFL
+
+
+def test_a_handler_that_the_program_has_installed_later_stays() -> None:
+    handlers = dpfuse.stop_on_signals("SIGUSR1")
+    signal.signal(USR1, signal.SIG_IGN)
+    handlers.close()
+    assert signal.getsignal(USR1) is signal.SIG_IGN
+
+
+def test_the_second_ctrl_c_interrupts() -> None:
+    signal.signal(INT, signal.default_int_handler)
+    with dpfuse.stop_on_signals(INT):
+        send(INT)
+        assert wish.words == "SIGINT"
+        with pytest.raises(KeyboardInterrupt):
+            send(INT)
+
+
+def test_two_calls_for_one_signal_ask_once() -> None:
+    with dpfuse.stop_on_signals("SIGUSR1", USR1), dpfuse.stop_on_signals("SIGUSR1"):
+        send(USR1)
+    assert wish.words == "SIGUSR1"
+    assert signal.getsignal(USR1) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize(("number", "ends"), [(USR1, False), (TERM, True)])
+def test_a_forked_child_asks_nothing_and_can_be_ended(number: int, ends: bool) -> None:
+    with dpfuse.stop_on_signals():
+        child = os.fork()
+        if child == 0:
+            send(number)
+            os._exit(3 if wish.words else 0)
+        _, status = os.waitpid(child, 0)
+    assert (os.WIFSIGNALED(status), status & 0x7F if ends else os.WEXITSTATUS(status)) == (ends, TERM if ends else 0)
+    assert not wish.words
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("USR1", r"got 'USR1', expected the name or the number of a signal, such as 'SIGUSR1'\."),
+        (4711, r"got 4711, expected the name or the number of a signal"),
+        ("SIGKILL", r"got SIGKILL, expected a signal that a process can handle, such as 'SIGTERM'"),
+    ],
+)
+def test_a_signal_that_cannot_ask_is_refused(given: str | int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        dpfuse.stop_on_signals("SIGUSR1", given)
+    assert signal.getsignal(USR1) is signal.SIG_DFL
+
+
+def test_another_thread_is_refused_by_name() -> None:
+    errors: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            dpfuse.stop_on_signals()
+        except dpfuse.DPFuseError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=call, name="mine")
+    thread.start()
+    thread.join()
+    assert "in the thread 'mine', expected the main thread" in str(errors[0])
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("number", "to", "workers"),
+    [
+        (TERM, "launcher", 2),
+        (USR1, "one rank", 2),
+        pytest.param(USR1, "launcher", 2, marks=pytest.mark.slow),
+        pytest.param(TERM, "one rank", 2, marks=pytest.mark.slow),
+        pytest.param(TERM, "all", 0, marks=pytest.mark.slow),
+        pytest.param(USR1, "all", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_all_ranks_of_a_job_stop_in_the_same_step(tmp_path, number, to, workers) -> None:
+    with Job(tmp_path, "--nproc_per_node=2", SCRIPTS / "stop_together.py", workers) as job:
+        job.wait_for_ranks()
+        if to == "one rank":
+            os.kill(job.pids[1], number)
+        else:
+            job.send(number, to)
+        code, told = job.ended()
+    asked = to in ("launcher", "all") and number == TERM
+    assert code == (143 if asked else 0), told
+    found = dict(re.findall(r"rank (\d) stopped in (step \d+: .*)\n", job.read))
+    assert len(found) == 2, told
+    assert len(set(found.values())) == 1
+    assert f"got {number.name}" in found["0"]
+    assert "Traceback" not in told
