@@ -96,6 +96,7 @@ def save_checkpoint(
             has a later step; a parameter or buffer is a DTensor.
         DPFuseError: saving failed on another rank, or the disk reported an error. The text is the same on every rank.
             Earlier checkpoints are not changed. Or the weights of the ranks differ, which one has suspected (DPF-L01).
+            Or a window of `no_sync()` is open: gradients have accumulated that no step has used.
 
     Example:
         >>> import dpfuse, tempfile, torch
@@ -117,6 +118,9 @@ def save_checkpoint(
 
     def own_part() -> tuple[int, bytes]:
         refuse_divided(model, what)
+        for each in model.modules():
+            if isinstance(each, SyncedModule) and each._sync is not None:
+                each._sync.open_window.refuse("save_checkpoint()", each._sync.grads.group.rank())
         number = _integer("step", step, 0)
         if keep is not None:
             _integer("keep", keep, 1)

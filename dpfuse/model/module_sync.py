@@ -43,6 +43,7 @@ from dpfuse.model.buffers import BufferKind, BufferSync
 from dpfuse.model.check import tensors_of
 from dpfuse.model.failed_batch import FailedBatch
 from dpfuse.model.follow import ModuleFollower, params_of
+from dpfuse.model.open_window import OpenWindow
 from dpfuse.model.options import SyncOptions
 from dpfuse.model.signature import ModelSignature
 from dpfuse.stopping.request import StopRequest
@@ -114,6 +115,7 @@ class ModuleSync:
         metrics: measures synchronised backwards, if that was asked for.
         phases: times the phases of steps, if that was asked for and there is a heartbeat.
         stop: asks the ranks to stop together.
+        open_window: refuses what would lose accumulated gradients.
         before_collectives: called in `before_forward`, once all is well.
     """
 
@@ -166,7 +168,8 @@ class ModuleSync:
             watchers.append(NormInBackward())
         watchers += [_AfterDelivery(face.after_delivery)] if face.after_delivery else []
         self.stop = StopRequest()
-        watchers.append(self.stop)
+        self.open_window = OpenWindow(self.window, lambda: self.grads.params)
+        watchers += [self.stop, self.open_window]
         self.phases: PhaseTimes | None = None
         self.weights: WeightsCheck | None = None
         self.loop: LoopCheck | None = None
