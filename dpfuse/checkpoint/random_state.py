@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from hashlib import blake2s
 from typing import Any
 
 import numpy as np
 import torch
 
-__all__ = ["get_random_state", "set_random_state"]
+__all__ = ["get_random_state", "seed_from", "set_random_state"]
 
 
 def get_random_state() -> dict[str, Any]:
@@ -44,3 +45,25 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
+
+
+def seed_from(state: Mapping[str, Any], rank: int) -> None:
+    """Seed each generator by what `get_random_state()` returned elsewhere, for a rank that has no state of its own.
+
+    The same state and rank give the same numbers. Ranks get different ones.
+
+    Example:
+        >>> import torch
+        >>> from dpfuse.checkpoint.random_state import get_random_state, seed_from
+        >>> state = get_random_state()
+        >>> def first(rank):
+        ...     seed_from(state, rank)
+        ...     return torch.rand(1)
+        >>> first(1) == first(1), first(1) == first(2)
+        (tensor([True]), tensor([False]))
+    """
+    digest = blake2s(state["torch"].numpy().tobytes() + rank.to_bytes(4, "little"), digest_size=8).digest()
+    seed = int.from_bytes(digest, "little") >> 1
+    torch.manual_seed(seed)  # also of GPUs
+    random.seed(seed)
+    np.random.seed(seed % 2**32)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
 from dpfuse.checkpoint.folder import read_newest, read_whole, step_path, write_step
-from dpfuse.checkpoint.random_state import get_random_state, set_random_state
+from dpfuse.checkpoint.random_state import get_random_state, seed_from, set_random_state
 from dpfuse.checkpoint.training_state import (
     Stateful,
     bare_module,
@@ -174,7 +174,8 @@ def load_checkpoint(
         scheduler: of the learning rate.
         scaler: a GradScaler.
         sampler: an object with `load_state_dict()`, or with an `epoch`.
-        random_state: whether to restore each rank's random states; None restores them if there is an optimizer.
+        random_state: whether to restore each rank's random states; None restores them if there is an optimizer. On
+            another number of ranks they follow from the file and the rank: the same in each such job.
         group: as in `save_checkpoint`.
 
     Returns:
@@ -233,6 +234,8 @@ def load_checkpoint(
             set_sampler_state(sampler, own["sampler"])
         if with_random and "random" in own:
             set_random_state(own["random"])
+        elif with_random:
+            seed_from(own["of_first"], 0 if group is None else group.rank())
         for module in model.modules():
             if isinstance(module, SyncedModule) and module.error_feedback is not None:
                 module.error_feedback.reset()
@@ -360,8 +363,9 @@ def _own_part(parts: list[Tensor], group: dist.ProcessGroup | None, sampler: Any
         return own
     if with_random:
         warnings.warn(
-            f"the checkpoint is of {len(parts)} rank(s), this job has {size}: random states are not restored, and the "
-            "batches will differ. Pass random_state=False if this is intended.",
+            f"the checkpoint is of {len(parts)} rank(s), this job has {size}: each rank gets random states that follow "
+            "from the checkpoint and its own number, and not those that were saved. Pass random_state=False to keep "
+            "the present ones.",
             UserWarning,
             stacklevel=4,
         )
@@ -369,4 +373,4 @@ def _own_part(parts: list[Tensor], group: dist.ProcessGroup | None, sampler: Any
         raise ValueError(
             f"sampler: the checkpoint has the states of {len(parts)} rank(s), this job has {size}; leave it out here"
         )
-    return {"sampler": own["sampler"]}
+    return {"sampler": own["sampler"], "of_first": of_first["random"]}

@@ -341,7 +341,31 @@ def test_another_number_of_ranks_is_told_of(ranks, tmp_path):
     ranks(other_size, tmp_path, True, size=2)
     for seen, _ in ranks(other_size, tmp_path, False, size=1):
         (text,) = seen
-        assert text.startswith("the checkpoint is of 2 rank(s), this job has 1: random states are not restored")
+        assert text.startswith(
+            "the checkpoint is of 2 rank(s), this job has 1: each rank gets random states that follow"
+        )
+
+
+def drawn(rank, size, folder, saving):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    if saving:
+        torch.manual_seed(3 + rank)
+        dpfuse.save_checkpoint(folder, model, optimizer, step=1)
+        return None
+    found = []
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="of 2 rank"):
+            dpfuse.load_checkpoint(folder, model, optimizer)
+        found.append((torch.rand(1).item(), random.random(), np.random.rand()))
+    return found
+
+
+def test_on_another_number_of_ranks_random_states_follow_from_the_file_and_the_rank(ranks, tmp_path):
+    ranks(drawn, tmp_path, True, size=2)
+    found = ranks(drawn, tmp_path, False, size=3)
+    assert all(first == second for first, second in found)
+    assert len({first for first, _ in found}) == 3
 
 
 def test_without_a_process_group(tmp_path):
