@@ -43,6 +43,7 @@ from dpfuse.model.options import SyncOptions, filled
 from dpfuse.model.transforms import may_have_backward
 from dpfuse.stopping.knowledge import own_reason
 from dpfuse.stopping.reason import StopReason
+from dpfuse.stopping.wish import wish
 
 __all__ = ["SyncedModule", "Tuned", "loss_scale_of", "sync_of", "time_communication"]
 
@@ -287,7 +288,10 @@ class SyncedModule(nn.Module):
         Raises:
             DPFuseError: as `stop_requested`.
         """
-        return own_reason() if self._sync is None else self._sync.stop.reason()
+        reason = own_reason() if self._sync is None else self._sync.stop.reason()
+        if reason is not None:
+            wish.told = True
+        return reason
 
     @contextmanager
     def rank_zero_work(self) -> Iterator[bool]:

@@ -29,6 +29,7 @@ from dpfuse.job.paddle_launch_flags import parse, say
 from dpfuse.job.read_environment import LOOPBACK_HOSTS, environment, one_machine_variables
 from dpfuse.job.signals import Signals
 from dpfuse.job.startup import REPLACEMENT, startup_variables
+from dpfuse.job.stopped import all_stopped
 
 __all__ = ["main", "run_job"]
 
@@ -142,7 +143,7 @@ def _prepare(args: argparse.Namespace, nodes: Nodes | None, cleanup: ExitStack) 
         args.module = False
 
 
-def _run(args: argparse.Namespace, signals: Signals) -> None:
+def _run(args: argparse.Namespace, signals: Signals, records: list[str]) -> None:
     """Run the job as torchrun's own `run` does, with our logs, signals and `ranks_end_within`."""
     from torch.distributed.launcher.api import elastic_launch
     from torch.distributed.run import config_from_args
@@ -159,7 +160,7 @@ def _run(args: argparse.Namespace, signals: Signals) -> None:
         # A worker of a loader would show a traceback, and its rank one of a worker that has died.
         spared = () if args.shows_interrupts or not args.wrapped else (signal.SIGINT,)
         config.signals_to_handle = signals.end_by(config.signals_to_handle, args.seconds_to_end, spared)
-        around.enter_context(ranks_end_within(args.seconds_to_end, signals, hold=args.wrapped))
+        around.enter_context(ranks_end_within(args.seconds_to_end, signals, hold=args.wrapped, records=records))
         if not args.shows_interrupts:
             around.enter_context(silent_after_interrupt(signals))
         if config.max_nodes > 1:
@@ -181,8 +182,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit code: 0 if every rank ended well; else that of the rank that failed first (128 + n if signal n
-        killed it); 128 + n if the launcher itself got signal n; 1 if the job could not be started; 2 if this
-        machine is not in the list of `--ips`.
+        killed it); `--requeue_exit` (0) if the ranks have stopped together; 128 + n if the launcher itself got signal
+        n; 1 if the job could not be started; 2 if this machine is not in the list of `--ips`.
 
     Raises:
         SystemExit: code 2 for a wrong command line, 0 for `--help`.
@@ -232,8 +233,9 @@ def _launch(words: list[str], signals: Signals, shows_interrupts: bool) -> int:
     with ExitStack() as cleanup:
         _prepare(args, nodes, cleanup)
         code = 0
+        records: list[str] = []
         try:
-            _run(args, signals)
+            _run(args, signals, records)
         except ChildFailedError as error:
             if signals.asked is None:
                 code = _report(error.failures, args)
@@ -242,6 +244,10 @@ def _launch(words: list[str], signals: Signals, shows_interrupts: bool) -> int:
         except (ValueError, AssertionError, RuntimeError, OSError, RendezvousError) as error:
             say(f"the job could not be started or supervised: {str(error).rstrip('.')}.{_remedy(error)}")
             code = 1
+        if code == 0 and all_stopped(records):
+            by = f" after {signals.asked.name}" if signals.asked is not None else ""
+            say(f"the ranks have stopped together{by}; exit code {args.requeue_exit}")
+            return int(args.requeue_exit)
         return code if signals.asked is None else _ended_by(signals.asked)
 
 

@@ -42,6 +42,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--patch", action="store_true", help="every DistributedDataParallel of the program is dpfuse's; see dpfuse run."
     )
+    parser.add_argument(
+        "--requeue_exit", "--requeue-exit", type=int, default=0,
+        help="exit code where all ranks have stopped together (dpfuse.stop_on_signals), by which a cluster may start "
+        "the job again. Default: 0.",
+    )  # fmt: skip
     _add_job_flags(parser)
     add_flags(parser)
     # torchrun's defaults would hide whether the user asked; its variables still count.
@@ -183,6 +188,8 @@ def _settle_ranks(args: argparse.Namespace) -> None:
 
 def _settle_end(args: argparse.Namespace) -> None:
     """Set `args.seconds_to_end`: how long a rank may take to end after it failed or was asked to end."""
+    if not 0 <= args.requeue_exit <= 255:
+        raise ValueError(f"--requeue_exit: got {args.requeue_exit}, expected an exit code from 0 to 255")
     seconds: Any = getattr(args, "shutdown_timeout", None)  # a flag of torch 2.12
     source = "--shutdown_timeout"
     if seconds is None:

@@ -255,6 +255,7 @@ def end_process(code: int = 0, *, forked: bool = False) -> NoReturn:
         process_exit.announce_exit(code)
     if not forked:
         atexit._run_exitfuncs()
+        _note_if_stopped(code)
     distributed = sys.modules.get("torch.distributed")
     if code == 0 and distributed is not None and distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()
@@ -263,6 +264,15 @@ def end_process(code: int = 0, *, forked: bool = False) -> NoReturn:
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(code)
+
+
+def _note_if_stopped(code: int) -> None:
+    stopping = sys.modules.get("dpfuse.stopping.wish")
+    record = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if code == 0 and record and stopping is not None and stopping.wish.told:
+        from dpfuse.job.stopped import note_stopped
+
+        note_stopped(record)
 
 
 def _run_script(path: str) -> None:

@@ -49,7 +49,7 @@ def _kill_groups(leaders: list[int]) -> None:
 
 
 @contextmanager
-def ranks_end_within(seconds: float, signals: Signals, *, hold: bool) -> Iterator[None]:
+def ranks_end_within(seconds: float, signals: Signals, *, hold: bool, records: list[str]) -> Iterator[None]:
     """Give torchrun's ranks `seconds` to end after they are asked to, whatever the reason.
 
     Signals that ask for it leave torchrun alone: it goes on to supervise the ranks, and waits for other machines when
@@ -59,6 +59,7 @@ def ranks_end_within(seconds: float, signals: Signals, *, hold: bool) -> Iterato
         seconds: for the ranks.
         signals: entered; passes on to the ranks what the launcher gets.
         hold: whether the ranks keep SIGUSR1 and SIGUSR2 for their programs.
+        records: gets the paths at which the ranks that were started last record an error.
     """
     close = SubprocessContext._close
     start: Any = SubprocessContext._start
@@ -73,6 +74,7 @@ def ranks_end_within(seconds: float, signals: Signals, *, hold: bool) -> Iterato
         signals.ranks_start()
         with held_for_ranks() if hold else nullcontext():
             start(self)
+        records[:] = self.error_files.values()
         signals.ranks_started([handler.proc for handler in self.subprocess_handlers.values()])
 
     def close_in_time(self: SubprocessContext, death_sig: signal.Signals, timeout: int = 0) -> None:

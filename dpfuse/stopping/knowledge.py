@@ -67,11 +67,10 @@ def agree_to_stop(group: dist.ProcessGroup | None = None) -> bool:
         >>> dpfuse.forget_stop()
     """
     ranks = resolve_group(group)
-    if ranks is None:
-        return bool(wish.words)
-    reason = exchange(ranks)
+    reason = own_reason() if ranks is None else exchange(ranks)
     if reason is not None:
-        for told in tuple(_told.get(ranks, ())):
+        wish.told = True
+        for told in tuple(_told.get(ranks, ())) if ranks is not None else ():
             told.hear(reason)
     return reason is not None
 

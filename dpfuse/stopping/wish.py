@@ -14,10 +14,12 @@ class Wish:
 
     Attributes:
         words: the cause and, after a blank, a text of the program; empty without a wish.
+        told: whether the program has read that all ranks stop. If it then ends well, the launcher knows why.
     """
 
     def __init__(self) -> None:
         self.words = ""
+        self.told = False
 
     def make(self, cause: str, text: str = "") -> None:
         """Wish that all ranks stop. The first wish stays."""
@@ -26,7 +28,7 @@ class Wish:
 
     def forget(self) -> None:
         """Wish it no more."""
-        self.words = ""
+        self.words, self.told = "", False
 
 
 wish = Wish()  # of this process

@@ -5,15 +5,20 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 import dpfuse
+from dpfuse.job.stopped import all_stopped, note_stopped
 from dpfuse.stopping.wish import wish
 from tests.distributed.launch.test_signals import Job
 from tests.distributed.processes import SCRIPTS
+from tests.patience import patience
 
 USR1, TERM, INT = signal.SIGUSR1, signal.SIGTERM, signal.SIGINT
 
@@ -110,6 +115,27 @@ def test_another_thread_is_refused_by_name() -> None:
     assert "in the thread 'mine', expected the main thread" in str(errors[0])
 
 
+def test_an_exit_code_that_cannot_be_is_refused() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "dpfuse.launch", "--requeue_exit", "256", "--nproc_per_node", "1", __file__],
+        capture_output=True,
+        text=True,
+        timeout=patience(60),
+    )
+    assert done.returncode == 2
+    assert "--requeue_exit: got 256, expected an exit code from 0 to 255" in done.stderr
+
+
+def test_a_rank_that_was_not_told_leaves_no_note(tmp_path: Path) -> None:
+    records = [str(tmp_path / f"error{rank}.json") for rank in range(2)]
+    assert not all_stopped([])
+    note_stopped(records[0])
+    assert not all_stopped(records)
+    note_stopped(records[1])
+    assert all_stopped(records)
+    note_stopped(str(tmp_path / "no folder" / "error.json"))
+
+
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("number", "to", "workers"),
@@ -123,15 +149,15 @@ def test_another_thread_is_refused_by_name() -> None:
     ],
 )
 def test_all_ranks_of_a_job_stop_in_the_same_step(tmp_path, number, to, workers) -> None:
-    with Job(tmp_path, "--nproc_per_node=2", SCRIPTS / "stop_together.py", workers) as job:
+    with Job(tmp_path, "--nproc_per_node=2", "--requeue_exit=85", SCRIPTS / "stop_together.py", workers) as job:
         job.wait_for_ranks()
         if to == "one rank":
             os.kill(job.pids[1], number)
         else:
             job.send(number, to)
         code, told = job.ended()
-    asked = to in ("launcher", "all") and number == TERM
-    assert code == (143 if asked else 0), told
+    assert code == 85, told
+    assert "dpfuse.launch: the ranks have stopped together" in told
     found = dict(re.findall(r"rank (\d) stopped in (step \d+: .*)\n", job.read))
     assert len(found) == 2, told
     assert len(set(found.values())) == 1

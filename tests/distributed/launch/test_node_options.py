@@ -26,7 +26,7 @@ def no_gpu(monkeypatch):
 def jobs(monkeypatch):
     """What main() would hand to torchrun, and the variables of its ranks."""
     seen = []
-    monkeypatch.setattr(launcher, "_run", lambda args, signals: seen.append((args, dict(launcher.os.environ))))
+    monkeypatch.setattr(launcher, "_run", lambda args, signals, records: seen.append((args, dict(launcher.os.environ))))
     return seen
 
 

@@ -271,7 +271,7 @@ def test_a_network_of_its_own_shuts_strangers_out_of_a_job(tmp_path, closed):
 
 @pytest.fixture
 def settled(monkeypatch):
-    monkeypatch.setattr(launcher, "_run", lambda args, signals: None)
+    monkeypatch.setattr(launcher, "_run", lambda args, signals, records: None)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(interfaces.socket, "getaddrinfo", resolved)
 
