@@ -62,8 +62,13 @@ def seed_from(state: Mapping[str, Any], rank: int) -> None:
         >>> first(1) == first(1), first(1) == first(2)
         (tensor([True]), tensor([False]))
     """
-    digest = blake2s(state["torch"].numpy().tobytes() + rank.to_bytes(4, "little"), digest_size=8).digest()
-    seed = int.from_bytes(digest, "little") >> 1
+    told = blake2s(rank.to_bytes(4, "little"), digest_size=8)
+    for name in ("torch", "cuda"):  # a training on a GPU may draw nothing on the CPU
+        if name in state:
+            told.update(state[name].numpy().tobytes())
+    _, keys, *rest = state["numpy"]
+    told.update(keys.numpy().tobytes() + repr((rest, state["python"])).encode())
+    seed = int.from_bytes(told.digest(), "little") >> 1
     torch.manual_seed(seed)  # also of GPUs
     random.seed(seed)
     np.random.seed(seed % 2**32)

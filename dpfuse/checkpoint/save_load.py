@@ -96,7 +96,6 @@ def save_checkpoint(
             has a later step; a parameter or buffer is a DTensor.
         DPFuseError: saving failed on another rank, or the disk reported an error. The text is the same on every rank.
             Earlier checkpoints are not changed. Or the weights of the ranks differ, which one has suspected (DPF-L01).
-            Or a window of `no_sync()` is open: gradients have accumulated that no step has used.
 
     Example:
         >>> import dpfuse, tempfile, torch
@@ -116,11 +115,18 @@ def save_checkpoint(
     if sync is not None and (known := sync.differing_weights):
         warn_at_user(WeightsWarning(tell_known(sync.grads.group.rank(), known), WEIGHTS))
 
+    if any(
+        isinstance(each, SyncedModule) and each._sync is not None and each._sync.open_window.holds_gradients()
+        for each in model.modules()
+    ):
+        warn_at_user(
+            "save_checkpoint() was called while a window of no_sync() is open: gradients have accumulated that no step "
+            "has used, and a checkpoint holds none, so a training that goes on from it lacks them. Save after "
+            "optimizer.step(); to drop these gradients, call optimizer.zero_grad() before you save."
+        )
+
     def own_part() -> tuple[int, bytes]:
         refuse_divided(model, what)
-        for each in model.modules():
-            if isinstance(each, SyncedModule) and each._sync is not None:
-                each._sync.open_window.refuse("save_checkpoint()", each._sync.grads.group.rank())
         number = _integer("step", step, 0)
         if keep is not None:
             _integer("keep", keep, 1)

@@ -533,6 +533,7 @@ class Reducer:
         """
         run, wiring = self._run, self._wiring
         wiring.check_group()
+        self._in_use.report.hand_over()  # if an exception came before that, the next pack would write over it
         sent = self.agreed
         run.outcome.failed = True
         if not run.delivered:

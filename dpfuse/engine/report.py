@@ -474,7 +474,7 @@ class Report:
         assert self._copy is not None
         assert self._host is not None
         self._pending = False
-        self.hand_over()  # after an interrupt
+        self.hand_over()  # an interrupt may have struck before it
         self._copy.wait()
         return ALL_WELL if self._is_usual(self._host) else self._interpret(self._host.values.tolist())
 

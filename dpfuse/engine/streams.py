@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Any
 from weakref import finalize
@@ -191,4 +191,6 @@ def _keep_until(event: Any, held: list[object]) -> None:
     if held:
         _orphans.append((event, held))
     if not capturing():  # a query would break the capture
-        _orphans[:] = [(earlier, owners) for earlier, owners in _orphans if not earlier.query()]
+        for orphan in [orphan for orphan in _orphans if orphan[0].query()]:
+            with suppress(ValueError):  # another thread may add and remove some meanwhile
+                _orphans.remove(orphan)

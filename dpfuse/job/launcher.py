@@ -159,7 +159,9 @@ def _run(args: argparse.Namespace, signals: Signals, records: list[str]) -> None
     with ExitStack() as around:
         # A worker of a loader would show a traceback, and its rank one of a worker that has died.
         spared = () if args.shows_interrupts or not args.wrapped else (signal.SIGINT,)
-        config.signals_to_handle = signals.end_by(config.signals_to_handle, args.seconds_to_end, spared)
+        # Not SIGINT, for which Python always has one; and a shell runs a trap only when its child has ended.
+        handled = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT) if args.wrapped else ()
+        config.signals_to_handle = signals.end_by(config.signals_to_handle, args.seconds_to_end, spared, handled)
         around.enter_context(ranks_end_within(args.seconds_to_end, signals, hold=args.wrapped, records=records))
         if not args.shows_interrupts:
             around.enter_context(silent_after_interrupt(signals))

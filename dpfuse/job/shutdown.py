@@ -86,7 +86,7 @@ def ranks_end_within(seconds: float, signals: Signals, *, hold: bool, records: l
                 signals.wait_for(ranks)
                 close(self, signal.SIGKILL, int(seconds))
         finally:
-            if any(rank.poll() != 0 for rank in ranks):
+            if signals.asked is not None or any(rank.poll() != 0 for rank in ranks):
                 _kill_groups([rank.pid for rank in ranks])
 
     def restart_unless_asked(self: SimpleElasticAgent, group: WorkerGroup) -> None:

@@ -6,8 +6,8 @@
 | SIGTERM, SIGINT, SIGHUP, SIGQUIT | sends the first one to each rank; kills the ranks that have not ended in time |
 | SIGINT after one of these | kills the ranks at once |
 
-A rank that has a handler gets such a signal alone, so that it can end its own work: the workers of its DataLoader would
-die of it. Without a handler, the processes that it has started get the signal, too.
+A Python program that has a handler for SIGTERM, SIGHUP or SIGQUIT gets it alone, so that it can end its work: the
+workers of its DataLoader would die of it. Otherwise the processes that a rank has started get the signal, too.
 
 Meanwhile the launcher supervises its ranks as before. `rank_program.keep_signals` is the other half: it keeps SIGUSR1
 and SIGUSR2 for the program of a rank.
@@ -68,6 +68,7 @@ class Signals:
         self._waiting: set[int] = set()  # for ranks
         self._ends: Collection[int] = ()
         self._spared: Collection[int] = ()
+        self._handled: Collection[int] = ()
         self._seconds = 0.0
         self._asked_at = self._deadline = float("inf")
         self._killed = False
@@ -102,13 +103,14 @@ class Signals:
         self._thread.join()
         os.close(self._told)
 
-    def end_by(self, names: str, seconds: float, spared: Collection[int] = ()) -> str:
+    def end_by(self, names: str, seconds: float, spared: Collection[int] = (), handled: Collection[int] = ()) -> str:
         """Say which signals ask the job to end, and how long ranks may take.
 
         Args:
             names: of the signals, separated by commas.
             seconds: from the first of them.
             spared: those of them that only ranks get, and not the processes that they have started.
+            handled: those that only ranks get which have a handler for it.
 
         Returns:
             The names without SIGHUP if it is ignored, as under `nohup`.
@@ -118,7 +120,7 @@ class Signals:
             listed = [name for name in listed if name != signal.SIGHUP.name]
         found = {getattr(signal, name, None) for name in listed}
         self._ends = {number for number in found if isinstance(number, signal.Signals)} - {*KEPT_SIGNALS}
-        self._seconds, self._spared = seconds, spared
+        self._seconds, self._spared, self._handled = seconds, spared, handled
         return ",".join(listed)
 
     def acts_on(self, number: int) -> bool:
@@ -186,7 +188,7 @@ class Signals:
     def _to_ranks(self, number: int) -> None:
         for rank in self._ranks or ():
             if rank.poll() is None:
-                alone = number in self._spared or _has_handler(rank.pid, number)
+                alone = number in self._spared or (number in self._handled and _has_handler(rank.pid, number))
                 with suppress(ProcessLookupError):
                     (os.kill if alone else os.killpg)(rank.pid, number)
 

@@ -115,7 +115,7 @@ class ModuleSync:
         metrics: measures synchronised backwards, if that was asked for.
         phases: times the phases of steps, if that was asked for and there is a heartbeat.
         stop: asks the ranks to stop together.
-        open_window: refuses what would lose accumulated gradients.
+        open_window: knows whether gradients have accumulated that no step has used.
         before_collectives: called in `before_forward`, once all is well.
     """
 
@@ -168,7 +168,11 @@ class ModuleSync:
             watchers.append(NormInBackward())
         watchers += [_AfterDelivery(face.after_delivery)] if face.after_delivery else []
         self.stop = StopRequest()
-        self.open_window = OpenWindow(self.window, lambda: self.grads.params)
+        self.open_window = OpenWindow(
+            self.window,
+            lambda: self.grads.params,
+            lambda: [*self.grads.reducer.accumulation.feeds.values()],
+        )
         watchers += [self.stop, self.open_window]
         self.phases: PhaseTimes | None = None
         self.weights: WeightsCheck | None = None

@@ -21,7 +21,7 @@ def stop_on_signals(*signals: str | int) -> StopSignals:
     """Let these signals ask all ranks to stop together, instead of ending this process. Call it before the training.
 
     A handler only notes the wish: see `dpfuse.request_stop`. A handler of the program that was there is called after
-    it. The first SIGINT (Ctrl-C) asks; from the second one on, Python raises KeyboardInterrupt, as without this call.
+    it, and should not end the process. The first SIGINT (Ctrl-C) asks; each further one raises KeyboardInterrupt.
     Processes that this one forks, such as workers of a DataLoader, ask nothing.
 
     Args:
@@ -70,16 +70,18 @@ class StopSignals:
 
     def __init__(self, numbers: list[int]) -> None:
         self._process = os.getpid()
+        self._closed = False
+        self._came: set[int] = set()
         self._before: dict[int, Any] = {}
         for number in numbers:
             self._before.setdefault(number, signal.signal(number, self._note))
 
     def close(self) -> None:
         """Install the handlers again that were there before, except where the program has installed others since."""
+        self._closed = True  # another handler may still call this one
         for number, before in self._before.items():
             if signal.getsignal(number) == self._note:
                 signal.signal(number, before)
-        self._before = {}
 
     def __enter__(self) -> StopSignals:
         return self
@@ -90,15 +92,18 @@ class StopSignals:
         self.close()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        before = self._before.get(number, signal.SIG_DFL)
-        if os.getpid() != self._process:
-            if number in ENDING:  # a parent ends its children so
-                signal.signal(number, before)
-                os.kill(os.getpid(), number)
-            return
-        first = not wish.words
-        wish.make(signal.Signals(number).name)
-        if callable(before) and not (first and before is signal.default_int_handler):
+        before, is_child = self._before[number], os.getpid() != self._process
+        if not (is_child or self._closed):
+            first = number not in self._came
+            self._came.add(number)
+            wish.make(signal.Signals(number).name)
+            if first and before is signal.default_int_handler:
+                return
+        elif before == signal.SIG_DFL and (number in ENDING or not is_child):
+            # A parent ends its children so. Without a handler, other signals would end the workers of a DataLoader.
+            signal.signal(number, before)
+            os.kill(os.getpid(), number)
+        if callable(before):
             before(number, frame)
 
 

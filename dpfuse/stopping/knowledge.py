@@ -1,4 +1,4 @@
-"""What all ranks of a group know of a wish to stop, outside of one wrapper. Knows requests only as what is told."""
+"""What all ranks of a group know of a wish to stop, outside of one wrapper. Knows no report."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from dpfuse.stopping.wish import wish
 __all__ = ["agree_to_stop", "exchange", "forget_stop", "own_reason", "tell"]
 
 
-class Told(Protocol):
-    """What is told of a group."""
+class Listener(Protocol):
+    """What hears on what the ranks of a group agree."""
 
     def hear(self, reason: StopReason | None) -> None:
         """Know this from now on; None forgets all."""
 
 
-_told: WeakKeyDictionary[dist.ProcessGroup, WeakSet[Told]] = WeakKeyDictionary()
+_listeners: WeakKeyDictionary[dist.ProcessGroup, WeakSet[Listener]] = WeakKeyDictionary()
 
 
-def tell(group: dist.ProcessGroup, told: Told) -> None:
+def tell(group: dist.ProcessGroup, listener: Listener) -> None:
     """Tell this object, as long as it lives, on what the ranks of a group agree."""
-    _told.setdefault(group, WeakSet()).add(told)
+    _listeners.setdefault(group, WeakSet()).add(listener)
 
 
 def own_reason() -> StopReason | None:
@@ -70,15 +70,16 @@ def agree_to_stop(group: dist.ProcessGroup | None = None) -> bool:
     reason = own_reason() if ranks is None else exchange(ranks)
     if reason is not None:
         wish.told = True
-        for told in tuple(_told.get(ranks, ())) if ranks is not None else ():
-            told.hear(reason)
+        for listener in tuple(_listeners.get(ranks, ())) if ranks is not None else ():
+            listener.hear(reason)
     return reason is not None
 
 
 def forget_stop() -> None:
-    """Forget that this process has asked to stop, and what its models have heard. Call it on all ranks.
+    """Forget that this process has asked to stop, and what its models have heard.
 
-    A process that goes on after a stop needs it: a notebook, a sweep over many trainings.
+    Call it on all ranks between the same two steps. A process that goes on after a stop needs it: a notebook, a sweep
+    over many trainings.
 
     Example:
         >>> import dpfuse
@@ -88,6 +89,6 @@ def forget_stop() -> None:
         False
     """
     wish.forget()
-    for requests in tuple(_told.values()):
-        for told in tuple(requests):
-            told.hear(None)
+    for listeners in tuple(_listeners.values()):
+        for listener in tuple(listeners):
+            listener.hear(None)

@@ -24,7 +24,7 @@ class StopReason:
         >>> str(dpfuse.StopReason((1,), "SIGTERM"))
         'rank 1 got SIGTERM'
         >>> str(dpfuse.StopReason((0, 2), "program", "the disk is full"))
-        'ranks 0 and 2 have asked: the disk is full'
+        'rank 0 has asked: the disk is full; asked, too: rank 2'
     """
 
     ranks: tuple[int, ...]
@@ -32,12 +32,11 @@ class StopReason:
     text: str = ""
 
     def __str__(self) -> str:
-        several = len(self.ranks) > 1
-        last = f"{', '.join(map(str, self.ranks[:-1]))} and " if several else ""
-        ranks = f"rank{'s' * several} {last}{self.ranks[-1]}"
-        if self.cause != PROGRAM:
-            return f"{ranks} got {self.cause}"
-        return f"{ranks} {'have' if several else 'has'} asked{f': {self.text}' if self.text else ''}"
+        first, *others = self.ranks
+        why = f"got {self.cause}" if self.cause != PROGRAM else f"has asked{f': {self.text}' if self.text else ''}"
+        if not others:
+            return f"rank {first} {why}"
+        return f"rank {first} {why}; asked, too: rank{'s' * (len(others) > 1)} {', '.join(map(str, others))}"
 
 
 def reason_of(words: Sequence[str]) -> StopReason | None:
@@ -55,10 +54,10 @@ def reason_of(words: Sequence[str]) -> StopReason | None:
 
 
 def cut(words: str, most: int) -> str:
-    """Return the beginning that takes at most so many bytes, in whole characters.
+    """Return the beginning that takes at most so many bytes, in whole characters. What is no text becomes "?".
 
     Example:
         >>> cut("größer", 4)
         'grö'
     """
-    return words.encode()[:most].decode(errors="ignore")
+    return words.encode(errors="replace")[:most].decode(errors="ignore")

@@ -16,7 +16,7 @@ class StopRequest(Feature):
     """Asks the ranks of one model to stop together, and hears that one of them has asked.
 
     A step without a wish costs one comparison, and two elements of the report. Where a rank asks, all ranks hear of it
-    in the same backward, and then exchange their reasons once.
+    in the same backward, and exchange their reasons then.
     """
 
     _engine: Engine
@@ -39,8 +39,9 @@ class StopRequest(Feature):
     def _answer(self) -> None:
         """A rank has asked, and every rank has heard of it in this backward."""
         self._question.asks = False
-        if self._heard is None:  # so on all ranks
-            self._heard = knowledge.exchange(self._engine.group)
+        # Also where this rank knows it, as on a GPU one backward later: another rank may have forgotten it meanwhile.
+        reason = knowledge.exchange(self._engine.group)
+        self._heard = self._heard or reason
 
     def hear(self, reason: StopReason | None) -> None:
         """Know this from now on. To be called on all ranks between the same two backwards; None forgets all."""

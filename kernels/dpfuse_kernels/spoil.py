@@ -43,7 +43,7 @@ def _spoil_kernel(
 ) -> None:
     """Fill chunks p, p + programs, … with NaN in program p if a pair says so: `length` elements from `start` on.
 
-    Whatever the pairs say, program 0 copies `copied` numbers of their dtype from one address to another.
+    Whatever the pairs say, program 0 copies `copied` numbers of the dtype of the pairs from one address to another.
 
     Example: numels [3, 2], CHUNK 2 give chunks (0, 0, 2), (0, 2, 1), (1, 0, 2). With addresses [a, 0] and pairs
     [(0, 2), (1, 1)] all three elements of the first tensor become NaN, and nothing else changes.

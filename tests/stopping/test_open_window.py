@@ -1,6 +1,8 @@
-"""A checkpoint holds no gradients: inside a window of `no_sync()` it is refused, and nowhere else."""
+"""A checkpoint holds no gradients: inside a window of `no_sync()` it warns of that, and nowhere else."""
 
 from __future__ import annotations
+
+import warnings
 
 import pytest
 import torch
@@ -79,35 +81,46 @@ def no_optimizer_of_torch(one):
             param -= 0.1 * param.grad
 
 
-WRONG = (inside, inside_on_rank_1)
-RIGHT = (
+def another_optimizer_has_stepped(one):
+    """As a discriminator through which the generator's loss goes."""
+    inside(one)
+    other = nn.Parameter(torch.ones(2))
+    other.grad = torch.ones(2)
+    torch.optim.SGD([other], lr=0.1).step()
+
+
+def a_parameter_that_no_optimizer_holds(one):
+    one.optimizer.param_groups[0]["params"].pop()
+    inside(one)
+    one.optimizer.step()
+
+
+WINDOWS = (inside, inside_on_rank_1)
+OTHERS = (
     after_a_synchronised_backward, after_a_step, gradients_were_zeroed, gradients_were_dropped, averaged_by_hand,
-    weights_averaged_in_place_of_gradients, no_optimizer_of_torch,
+    weights_averaged_in_place_of_gradients, no_optimizer_of_torch, another_optimizer_has_stepped,
+    a_parameter_that_no_optimizer_holds,
 )  # fmt: skip
 
 
 def saved(rank, size, do, folder, options=None):
     one = Program(**options or {})
     do(one)
-    try:
-        return dpfuse.save_checkpoint(folder, one.model, one.optimizer, step=1).name
-    except dpfuse.DPFuseError as error:
-        return str(error)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        name = dpfuse.save_checkpoint(folder, one.model, one.optimizer, step=1).name
+    assert name == "step-0000000001.pt"
+    return [str(each.message) for each in seen if "save_checkpoint" in str(each.message)]
 
 
-@pytest.mark.parametrize("do", WRONG)
-def test_inside_a_window_all_ranks_raise_an_error_that_names_it(ranks, tmp_path, do):
-    results = ranks(saved, do, str(tmp_path))
-    assert all("save_checkpoint() was called inside a window of no_sync()" in text for text in results), results
-    assert ("rank 0: save" in results[0]) == (do is inside)
-    assert not [*tmp_path.iterdir()]
+@pytest.mark.parametrize("options", [{}, {"accumulate_in_buckets": True}], ids=str)
+@pytest.mark.parametrize("do", WINDOWS)
+def test_inside_a_window_the_ranks_with_gradients_warn(ranks, tmp_path, do, options):
+    first, second = ranks(saved, do, str(tmp_path), options)
+    assert [len(first), len(second)] == [do is inside, 1]
+    assert "while a window of no_sync() is open: gradients have accumulated that no step has used" in second[0]
 
 
-@pytest.mark.parametrize("do", RIGHT)
-def test_elsewhere_it_saves(ranks, tmp_path, do):
-    assert ranks(saved, do, str(tmp_path)) == ["step-0000000001.pt"] * 2
-
-
-def test_gradients_in_buckets_are_refused_too(ranks, tmp_path):
-    results = ranks(saved, inside, str(tmp_path), {"accumulate_in_buckets": True})
-    assert all("lie in its bucket" in text for text in results)
+@pytest.mark.parametrize("do", OTHERS)
+def test_elsewhere_nothing_is_said(ranks, tmp_path, do):
+    assert ranks(saved, do, str(tmp_path)) == [[], []]

@@ -92,7 +92,7 @@ def test_on_a_gpu_every_rank_knows_one_backward_later(ranks, way, step):
 
 
 def test_all_ranks_that_ask_are_named(ranks):
-    expected = ["", *["ranks 0 and 2 have asked: me0"] * 5]
+    expected = ["", *["rank 0 has asked: me0; asked, too: rank 2"] * 5]
     assert ranks(asked, "views", 1, (0, 2), False, size=3) == [expected] * 3
 
 
@@ -303,6 +303,32 @@ def agreed(rank, size):
 
 def test_ranks_agree_where_no_backward_comes(ranks):
     assert ranks(agreed) == [[False, True, True, True, True, True, False, False]] * 2
+
+
+def unreadable(rank, size):
+    with forgetting():
+        model = WAYS["views"](network())
+        return steps(model, rank, {1: "no such file: \udcff"} if rank == 1 else {}, 3)
+
+
+def test_a_reason_with_bytes_that_are_no_text_reaches_all(ranks):
+    assert ranks(unreadable) == [["", *["rank 1 has asked: no such file: ?"] * 2]] * 2
+
+
+def forgotten(rank, size):
+    """Rank 0 forgets before a backward, rank 1 after it; a new wish must still be exchanged by both."""
+    with forgetting():
+        model = WAYS["views"](network())
+        steps(model, rank, {1: "first"} if rank == 0 else {}, 3)
+        if rank == 0:
+            dpfuse.forget_stop()
+            dpfuse.request_stop("second")
+        backward(model, rank)
+        return str(model.stop_reason)
+
+
+def test_a_rank_that_has_forgotten_earlier_than_another_hangs_nothing(ranks):
+    assert ranks(forgotten) == ["rank 0 has asked: second", "rank 0 has asked: first"]
 
 
 def groups(rank, size):

@@ -67,6 +67,30 @@ def test_the_second_ctrl_c_interrupts() -> None:
             send(INT)
 
 
+def test_the_first_ctrl_c_only_asks_after_another_wish_and_among_several_handlers() -> None:
+    signal.signal(INT, signal.default_int_handler)
+    dpfuse.request_stop("before")
+    with dpfuse.stop_on_signals(INT), dpfuse.stop_on_signals(INT):
+        send(INT)
+        with pytest.raises(KeyboardInterrupt):
+            send(INT)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_handlers_that_are_closed_in_any_order_ask_no_more(order: tuple[int, int]) -> None:
+    both = [dpfuse.stop_on_signals(TERM) for _ in range(2)]
+    for place in order:
+        both[place].close()
+    child = os.fork()
+    if child == 0:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [TERM])
+        send(TERM)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.WTERMSIG(status) == TERM
+    assert not wish.words
+
+
 def test_two_calls_for_one_signal_ask_once() -> None:
     with dpfuse.stop_on_signals("SIGUSR1", USR1), dpfuse.stop_on_signals("SIGUSR1"):
         send(USR1)

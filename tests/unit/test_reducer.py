@@ -46,6 +46,10 @@ class NotedReport:
         self.asked = ()
         self.used = set()
         self.reads = []
+        self.handed_over = 0
+
+    def hand_over(self):
+        self.handed_over += 1
 
     def read(self, outcome, *, wait, gather):
         self.reads.append((wait, gather))
@@ -702,6 +706,7 @@ def test_an_abandoned_backward_is_drained_with_a_report_of_failure(told):
         assert bench.reducer.phase is Phase.ABANDONED
     with pytest.raises(DPFuseError, match="interrupted by an exception on rank 1 of 2 only"):
         bench.reducer.open(announced=True)
+    assert bench.report.handed_over == 1, "the next pack writes over what was not copied"
     assert bench.orders("send") == [0]
     assert [entry[1:] for entry in bench.log if entry[0] == "send empty"] == [
         (order, True, False) for order in (1, 2, 3)

@@ -82,7 +82,7 @@ def _answers(report: DoctorReport) -> str:
         wrong = "examined in part" if report.interrupted and report.runs else "not examined"
     rows = [
         ("same numbers?", same, "good" if fine else "bad"),
-        ("how fast?", speed.short, "soft" if speed.ratio is None else "good" if speed.change <= 0.0 else "bad"),
+        ("how fast?", speed.short, "soft" if not speed.is_known else "good" if speed.change <= 0.0 else "bad"),
         ("what is wrong?", wrong, "bad" if count or report.not_examined else "good"),
     ]
     items = "".join(f'<li>{escape(title)}<b class="{kind}">{escape(text)}</b></li>' for title, text, kind in rows)

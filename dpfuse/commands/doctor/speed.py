@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -40,9 +41,8 @@ FEWEST = 5  # timed steps
 LIMITS = 0.2  # of a step in which backward can only wait: from here on the link is the limit
 WORTH = 0.05  # of a step; below this nothing is advised
 LEAST = 0.005  # of a step: less is 0 %
-BRIEF = (
-    0.25  # seconds of all timed steps of a run: below this, a moment in which the machine does something else decides
-)
+# Seconds of all timed steps of a run. Below this, a moment in which the machine does something else decides.
+BRIEF = 0.25
 CLEAR = 2.0  # times what runs of one kind differ by: less may be chance, since there are only two of each
 SLOWEST = 0.8  # of the steps in which one rank is the slowest
 COMPARED = ("torch", "dpfuse")
@@ -203,6 +203,11 @@ class Speed:
     tried: str
 
     @property
+    def is_known(self) -> bool:
+        """Whether anything can be said of how fast dpfuse is beside DDP."""
+        return not (self.ratio is None or self.noise is None or is_brief(self.timings))
+
+    @property
     def change(self) -> float:
         """The part by which a step of dpfuse is longer than one of DDP; 0 where that may be chance."""
         if self.ratio is None or self.noise is None or is_brief(self.timings):
@@ -230,9 +235,9 @@ class Speed:
         if self.noise is None:
             return "each kind was run once, so it cannot be said whether dpfuse is faster"
         if is_brief(self.timings):
-            seconds = min(sum(one.steps) for one in self.timings)
+            seconds = math.floor(1e3 * min(sum(one.steps) for one in self.timings)) / 1e3
             return (
-                f"the timed steps of a run take {seconds:.2g} s, which is too short to say whether dpfuse is faster: "
+                f"the timed steps of a run take {seconds:.3g} s, which is too short to say whether dpfuse is faster: "
                 f"expected {BRIEF:g} s; pass more --steps"
             )
         if not self.change:
