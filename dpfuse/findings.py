@@ -10,9 +10,9 @@ from dpfuse.engine.user_line import warn_at_user
 from dpfuse.errors import DPFuseError, LoopWarning, WeightsWarning
 
 __all__ = [
-    "ALONE", "CHANGED_IN_WINDOW", "CUT_WINDOW", "EACH_AVERAGED", "NEVER_STEPPED", "NOTHING_AVERAGED", "OTHER_MODES",
-    "OTHER_RATES", "OTHER_TENSORS", "REST", "SAME_BATCHES", "SAME_ORDER", "WEIGHTS", "Findings", "Level", "findings",
-    "say",
+    "ALONE", "CHANGED_IN_WINDOW", "CLIPPED_SCALED", "CUT_WINDOW", "EACH_AVERAGED", "NEVER_STEPPED", "NEVER_ZEROED",
+    "NOTHING_AVERAGED", "OTHER_MODES", "OTHER_RATES", "OTHER_TENSORS", "REST", "SAME_BATCHES", "SAME_ORDER",
+    "SCHEDULE_PER_BATCH", "WEIGHTS", "ZEROED_IN_WINDOW", "Findings", "Level", "findings", "say",
 ]  # fmt: skip
 
 Level = Literal["raise", "warn", "log"]  # what becomes of a finding, as the user of a wrapper wants it
@@ -28,6 +28,10 @@ OTHER_MODES = "DPF-L08"
 ALONE = "DPF-L09"
 EACH_AVERAGED = "DPF-L10"
 SAME_ORDER = "DPF-L11"
+NEVER_ZEROED = "DPF-L12"
+ZEROED_IN_WINDOW = "DPF-L13"
+CLIPPED_SCALED = "DPF-L14"
+SCHEDULE_PER_BATCH = "DPF-L15"
 WEIGHTS = "DPF-W01"
 OTHER_TENSORS = "DPF-W02"
 

@@ -20,6 +20,9 @@ before the first step of an optimizer. A line `step` comes behind each step of a
 - `module buffers`: of a backward, where they are asked for (by model, eight characters a buffer)
 - `all_averaged` (by model) and `all_parameters`: one hash for those of each, in steps that are not hashed in full
 - `plan`: for each model the names of the parameters of each bucket; written when it changes
+- `calls`, where they are asked for: what the program called since the step before, in order. Of each call `what` it
+  does (see `Call`), `at` (the line of the program), and the optimizers of which it is about some (`of`) or all
+  (`whole`) parameters. Only optimizers that have stepped before are there. No comparison reads it
 - `sketch`, `gradient sketch`: where they are asked for, a sum of each parameter or gradient with fixed random signs
 - `times`: seconds by phase, which no comparison reads
 """
@@ -30,6 +33,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -38,6 +42,7 @@ from dpfuse.errors import DPFuseError
 __all__ = [
     "ABSENT",
     "BEFORE_STEP",
+    "CALLS",
     "FORMAT",
     "HELD",
     "HOOKED",
@@ -48,6 +53,7 @@ __all__ = [
     "SKIPPED",
     "STEPPED",
     "WEIGHTS",
+    "Call",
     "RankTrace",
     "Writer",
     "behind_hooks",
@@ -58,10 +64,24 @@ __all__ = [
 FORMAT = "dpfuse trace 1"
 HELD, LEFT, RESCALED, MODULE_BUFFERS = "held", "left", "rescaled", "module buffers"  # fields of a backward
 HOOKED = "hooked"  # another one
-BEFORE_STEP = "before step"  # a field of a step
+BEFORE_STEP, CALLS = "before step", "calls"  # fields of a step
 NOT_FINITE, STEPPED, WEIGHTS, SKIPPED = "not finite", "stepped", "parameters", "skipped"  # a field, and its own
 ABSENT = "-" * 8  # in the place of a hash: there is no tensor
 NAME = re.compile(r"rank(\d+)\.jsonl")
+
+
+class Call(str, Enum):
+    """What a call of the program does."""
+
+    BACKWARD = "backward"
+    STEP = "step"  # of an optimizer; what follows in the same line ran in its closure
+    ZERO = "zero"  # of an optimizer or a module
+    BY_HAND = "by hand"  # gradients were written or replaced since the call before, and by none of these
+    SCALE = "scale"  # a loss, by a scaler whose gradients stay scaled behind the backward
+    GET_SCALE = "get scale"
+    UNSCALE = "unscale"  # by itself, or in the step of a scaler, which may skip that of the optimizer
+    CLIP = "clip"  # to a finite number
+    SCHEDULE = "schedule"  # a step of a schedule, which may step others
 
 
 class Writer:

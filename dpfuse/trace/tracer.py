@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dpfuse.engine.plan import BucketPlan
 from dpfuse.engine.torch_private import leave_untraced
+from dpfuse.engine.user_line import user_line
 from dpfuse.trace.finite import FiniteLook, Look, is_finite
 from dpfuse.trace.phases import Phases
 from dpfuse.trace.program_hooks import HooksAround, TraceHook
@@ -25,9 +26,9 @@ from dpfuse.trace.rescaling import Pair, is_plain, rescaled, sample_of
 from dpfuse.trace.settings import process_settings
 from dpfuse.trace.sketch import signed_sum
 from dpfuse.trace.tensor_hash import NOTHING, Hash, hash_of, hash_of_all, read, text_of
-from dpfuse.trace.trace_file import BEFORE_STEP, HELD, HOOKED, LEFT, MODULE_BUFFERS, RESCALED, Writer
+from dpfuse.trace.trace_file import BEFORE_STEP, CALLS, HELD, HOOKED, LEFT, MODULE_BUFFERS, RESCALED, Call, Writer
 
-__all__ = ["Tracer"]
+__all__ = ["Tracer", "params_of"]
 
 FEW = 4  # small gradients of a model, which tell whether the program has zeroed
 BITS = 0xFFFFFFFF  # of a hash
@@ -216,6 +217,7 @@ class Tracer:
         self._names: dict[int, str] = {}  # of parameters, by id
         self._forwards: list[dict[str, Any]] = []
         self._backwards: list[dict[str, Any]] = []
+        self._calls: list[dict[str, Any]] = []
         self._running: dict[str, Any] = {}  # the backward that runs, or has ended last
         self._looks: list[tuple[dict[str, Any], str, list[Pair]]] = []  # of these backwards, with a model's number
         self._stepped: list[Hash] = []
@@ -342,12 +344,12 @@ class Tracer:
         self.phases.enter("tracing")
         self._in_step = True
         if self.deep:
-            self._stepped = [hash_of(param.grad) for param in _params_of(optimizer)]
-            self._before_step = [hash_of(param) for param in _params_of(optimizer)]
+            self._stepped = [hash_of(param.grad) for param in params_of(optimizer)]
+            self._before_step = [hash_of(param) for param in params_of(optimizer)]
             if self._sketch:
-                self._gradient = [0.0 if one.grad is None else signed_sum(one.grad) for one in _params_of(optimizer)]
+                self._gradient = [0.0 if one.grad is None else signed_sum(one.grad) for one in params_of(optimizer)]
         if self._finite is not None:
-            self._finite.before_step(optimizer, _params_of(optimizer))
+            self._finite.before_step(optimizer, params_of(optimizer))
         self.phases.enter("optimizer")
 
     def after_step(self, optimizer: Optimizer) -> None:
@@ -359,19 +361,21 @@ class Tracer:
         self.phases.enter("tracing")
         number, steps = self._known(optimizer)
         steps[0] += 1
-        params = [hash_of(param) for param in _params_of(optimizer)]
+        params = [hash_of(param) for param in params_of(optimizer)]
         line: dict[str, Any] = {"step": self._lines, "optimizer": number, "settings": _settings_of(optimizer)}
         line |= {"forwards": self._forwards, "backwards": self._backwards}
+        if self._calls:
+            line[CALLS] = self._calls
         if self.deep:
             line |= {"stepped": self._stepped, BEFORE_STEP: self._before_step, "parameters": params}
         else:
             line["all_parameters"] = _hash_of_hashes(params)
         if self._sketch:
-            line["sketch"] = [signed_sum(param) for param in _params_of(optimizer)]
+            line["sketch"] = [signed_sum(param) for param in params_of(optimizer)]
             if self.deep:
                 line["gradient sketch"] = self._gradient
         if self._finite is not None:
-            line |= self._finite.after_step(optimizer, _params_of(optimizer))
+            line |= self._finite.after_step(optimizer, params_of(optimizer))
         for backward, model, pairs in self._looks:
             if places := rescaled(pairs):
                 backward.setdefault(RESCALED, {})[model] = places
@@ -391,12 +395,29 @@ class Tracer:
         if not self.deep:
             for hooks in self._gradients:
                 hooks.leave()
-        self._forwards, self._backwards, self._looks = [], [], []
+        self._forwards, self._backwards, self._looks, self._calls = [], [], [], []
         self._stepped, self._before_step = [], []
         self._file.write("step", {**line, "times": self.phases.taken()})
         if self._after_step is not None:
             self._after_step(steps[0])
         self.phases.enter("outside")
+
+    def note(self, what: Call, about: Set[int]) -> None:
+        """Write a call of the program into the line of the next step.
+
+        Args:
+            what: it does.
+            about: the ids of the parameters that it is about.
+        """
+        own = {number: {*map(id, params)} for number, params in self.stepped().items()}
+        of = [number for number, ids in own.items() if ids & about]
+        whole = [number for number, ids in own.items() if ids <= about]
+        self._calls.append({"what": what.value, "at": user_line(), "of": of, "whole": whole})
+
+    def stepped(self) -> dict[int, list[Tensor]]:
+        """Return the parameters of each optimizer that has stepped and is still there, by its number."""
+        found = ((number, reference()) for reference, number, _ in self._optimizers)
+        return {number: params_of(optimizer) for number, optimizer in found if optimizer is not None}
 
     @property
     def since_step(self) -> int:
@@ -430,7 +451,7 @@ class Tracer:
                 return number, steps
         number, steps = len(self._optimizers), [0]
         self._optimizers.append((weakref.ref(optimizer), number, steps))
-        names = [self._names.get(id(param), f"parameter {index}") for index, param in enumerate(_params_of(optimizer))]
+        names = [self._names.get(id(param), f"parameter {index}") for index, param in enumerate(params_of(optimizer))]
         self._file.write("optimizer", {"number": number, "class": type(optimizer).__name__, "names": names})
         return number, steps
 
@@ -472,7 +493,8 @@ def _is_not_zero(grad: Tensor) -> Hash:
     return int(grad.any()) if grad.is_cpu else grad.any().long()
 
 
-def _params_of(optimizer: Optimizer) -> list[Tensor]:
+def params_of(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters of all groups of an optimizer."""
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 

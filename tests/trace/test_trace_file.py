@@ -53,6 +53,7 @@ def test_the_variable_traces_every_wrapper_and_optimizer(traced):
     assert backward["local"] == backward["averaged"]  # one rank: its gradient is the average
     assert trace.steps[1]["stepped"] == backward["averaged"]["1"]
     assert trace.steps[0]["parameters"] != trace.steps[2]["parameters"]
+    assert not any("calls" in line for line in trace.steps)  # only the doctor asks for them
     assert set(trace.steps[0]["times"]) == {
         "outside",
         "loader",

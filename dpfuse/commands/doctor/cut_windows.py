@@ -13,7 +13,10 @@ from typing import Any
 
 from dpfuse.trace.trace_file import HELD, LEFT, RESCALED, RankTrace
 
-__all__ = ["Window", "changed_gradients", "lost_batches", "name_list", "unaveraged_step", "windows_of"]
+__all__ = [
+    "Window", "changed_gradients", "class_of", "lost_batches", "name_list", "pairs_of", "parts_of", "reaches",
+    "repeats", "unaveraged_step", "windows_of",
+]  # fmt: skip
 
 USUAL = 8  # windows of the same length, which show how long a window is meant to be
 LOST = 2  # windows of one length, as far from each other as from the beginning: others are left out on purpose
@@ -47,9 +50,9 @@ def windows_of(trace: RankTrace, optimizer: int, model: str) -> list[Window]:
     found: list[Window] = []
     since: list[dict[str, Any]] = []
     for number, line in enumerate(trace.steps):
-        since += [one for one in line["backwards"] if _reaches(one, model)]
+        since += [one for one in line["backwards"] if reaches(one, model)]
         if line["optimizer"] == optimizer:
-            *lost, last = _parts(since, model) or [[]]
+            *lost, last = parts_of(since, model) or [[]]
             if last:
                 averaged = tuple(model not in one.get(LEFT, {}) for one in last)
                 found.append(Window(number, averaged, tuple(map(len, lost))))
@@ -67,7 +70,7 @@ def unaveraged_step(traces: Mapping[int, RankTrace]) -> str | None:
         traces: of a run, by rank.
     """
     first = traces[0]
-    for optimizer, model in _pairs(first):
+    for optimizer, model in pairs_of(first):
         windows = windows_of(first, optimizer, model)
         found = _where_ranks_part(traces, windows)
         if found is None:
@@ -79,11 +82,11 @@ def unaveraged_step(traces: Mapping[int, RankTrace]) -> str | None:
                 length = len(window.averaged)
             elif same >= USUAL and len(found.averaged) < length and not any(found.averaged):
                 return (
-                    f"{USUAL} windows in a row of {_class(first, optimizer)} had {length} backwards each, of which the "
-                    f"last one was averaged. Step {found.step} came after {len(found.averaged)}, and none of them was "
-                    "averaged. So it used the gradients of each rank alone, and the weights of the ranks differ since "
-                    "then. Expected the last batch before each step to be synchronised, also that of an epoch: "
-                    "`model.no_sync(enabled=not (last_of_window or last_of_epoch))`."
+                    f"{USUAL} windows in a row of {class_of(first, optimizer)} had {length} backwards each, of "
+                    f"which the last one was averaged. Step {found.step} came after {len(found.averaged)}, and none of "
+                    "them was averaged. So it used the gradients of each rank alone, and the weights of the ranks "
+                    "differ since then. Expected the last batch before each step to be synchronised, also that of an "
+                    "epoch: `model.no_sync(enabled=not (last_of_window or last_of_epoch))`."
                 )
     return None
 
@@ -95,7 +98,7 @@ def lost_batches(traces: Mapping[int, RankTrace]) -> str | None:
         traces: of a run, by rank.
     """
     first = traces[0]
-    for optimizer, model in _pairs(first):
+    for optimizer, model in pairs_of(first):
         length = same = between = count = 0  # of averaged windows: the last length, and how many had it
         seen = (0, 0)  # the length of a lost window, and how many averaged ones came before it
         before = 0  # the line of the step before
@@ -105,7 +108,7 @@ def lost_batches(traces: Mapping[int, RankTrace]) -> str | None:
                 now = (window.lost[0], between)
                 # A program that zeroes twice before a step, or whose batch is trained on, too, means it: these
                 # gradients are for another use.
-                on_purpose = len(window.lost) > 1 or _repeats(first.steps[before : window.step + 1], model)
+                on_purpose = len(window.lost) > 1 or repeats(first.steps[before : window.step + 1], model)
                 if on_purpose or now[0] >= usual or between < USUAL // 2:
                     count = 0
                 else:
@@ -113,7 +116,7 @@ def lost_batches(traces: Mapping[int, RankTrace]) -> str | None:
                 between = 0
                 if count == LOST:
                     return (
-                        f"the last {USUAL} windows of {_class(first, optimizer)} had {usual} backwards each. "
+                        f"the last {USUAL} windows of {class_of(first, optimizer)} had {usual} backwards each. "
                         f"{LOST} windows, of {now[0]} each, were zeroed without a step, the last one before step "
                         f"{window.step}, so their batches taught nothing. Expected a step for each window: step at the "
                         "end of an epoch, too, after a synchronised backward, or let an epoch have a whole number of "
@@ -168,7 +171,7 @@ def name_list(names: Sequence[str]) -> str:
     return ", ".join(names[:SHOWN]) + more
 
 
-def _pairs(trace: RankTrace) -> Iterator[tuple[int, str]]:
+def pairs_of(trace: RankTrace) -> Iterator[tuple[int, str]]:
     """Yield each optimizer and each model of which it has parameters."""
     for optimizer, facts in enumerate(trace.optimizers):
         names = set(facts["names"])
@@ -178,15 +181,17 @@ def _pairs(trace: RankTrace) -> Iterator[tuple[int, str]]:
                 yield optimizer, number
 
 
-def _class(trace: RankTrace, optimizer: int) -> str:
+def class_of(trace: RankTrace, optimizer: int) -> str:
+    """Return the name of the class of an optimizer."""
     return str(trace.optimizers[optimizer]["class"])
 
 
-def _reaches(backward: dict[str, Any], model: str) -> bool:
+def reaches(backward: dict[str, Any], model: str) -> bool:
+    """Whether a backward has written gradients of a model."""
     return any(model in backward.get(name, {}) for name in (LEFT, "averaged", "all_averaged"))
 
 
-def _parts(backwards: Sequence[dict[str, Any]], model: str) -> list[list[dict[str, Any]]]:
+def parts_of(backwards: Sequence[dict[str, Any]], model: str) -> list[list[dict[str, Any]]]:
     """Cut backwards into windows: where one finds the gradients empty that the one before has left.
 
     Gradients that are added up elsewhere, such as in buckets, are empty after each backward that is not averaged.
@@ -201,10 +206,10 @@ def _parts(backwards: Sequence[dict[str, Any]], model: str) -> list[list[dict[st
     return parts
 
 
-def _repeats(lines: Sequence[dict[str, Any]], model: str) -> bool:
+def repeats(lines: Sequence[dict[str, Any]], model: str) -> bool:
     """Whether some of the backwards in these lines are of the same batch."""
     inputs = {one["inputs"] for line in lines for one in line["forwards"] if str(one["model"]) == model}
-    return len(inputs) < sum(_reaches(one, model) for line in lines for one in line["backwards"])
+    return len(inputs) < sum(reaches(one, model) for line in lines for one in line["backwards"])
 
 
 def _where_ranks_part(traces: Mapping[int, RankTrace], windows: Sequence[Window]) -> Window | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from dpfuse.commands.doctor.cut_windows import changed_gradients, lost_batches, name_list, unaveraged_step
 from dpfuse.commands.doctor.hooked_gradients import changed_on_some_ranks
+from dpfuse.commands.doctor.loop_calls import clipped_while_scaled, never_zeroed, schedule_per_batch, zeroed_in_windows
 from dpfuse.commands.doctor.not_finite import first_in_backward, first_not_finite
 from dpfuse.commands.doctor.runs import Run
 from dpfuse.commands.doctor.skipped_steps import skipped_of
@@ -16,12 +17,16 @@ from dpfuse.commands.doctor.unstepped import unstepped
 from dpfuse.findings import ALONE as ALONE_CODE
 from dpfuse.findings import (
     CHANGED_IN_WINDOW,
+    CLIPPED_SCALED,
     CUT_WINDOW,
     EACH_AVERAGED,
     NEVER_STEPPED,
+    NEVER_ZEROED,
     SAME_BATCHES,
     SAME_ORDER,
+    SCHEDULE_PER_BATCH,
     WEIGHTS,
+    ZEROED_IN_WINDOW,
 )
 from dpfuse.trace.trace_file import BEFORE_STEP, HELD, MODULE_BUFFERS
 from dpfuse.weights.finding import kind_in
@@ -90,7 +95,7 @@ def remarks_of(runs: Sequence[Run], link: Link | None) -> tuple[Finding, ...]:
         link: how gradients travel; None where it was not measured.
     """
     logged = [(run, finding) for run in runs for finding in _noted(run, "log") if finding.code not in LOGGED]
-    looks = (_in_windows, _own_hooks, _unstepped, _same_order, _own_buffers)
+    looks = (_in_windows, _in_calls, _own_hooks, _unstepped, _same_order, _own_buffers)
     shown = [(run, finding) for run in runs for look in looks for finding in look(run)]
     counted = [(run, finding) for run in runs for finding in _each_averaged(run, link)]
     return _once([*logged, *shown, *counted])
@@ -336,6 +341,21 @@ def _in_windows(run: Run) -> Iterator[Finding]:
         text = look(run.traces) if run.traces else None
         if text is not None:
             yield Finding(code, title, text, ())
+
+
+def _in_calls(run: Run) -> Iterator[Finding]:
+    """Yield what is odd about calls around steps."""
+    # None is a finding: each may be right on purpose, and the text says how.
+    looks = (
+        (NEVER_ZEROED, "gradients are never zeroed", never_zeroed),
+        (ZEROED_IN_WINDOW, "gradients are zeroed inside a window", zeroed_in_windows),
+        (CLIPPED_SCALED, "gradients are clipped while they are scaled", clipped_while_scaled),
+        (SCHEDULE_PER_BATCH, "a schedule is stepped after each batch", schedule_per_batch),
+    )
+    for code, title, look in looks:
+        seen = look(run.traces) if run.traces else None
+        if seen is not None:
+            yield Finding(code, title, seen.text, (), seen.step)
 
 
 def _own_hooks(run: Run) -> Iterator[Finding]:

@@ -31,6 +31,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler
 
+from dpfuse.commands.doctor.call_notes import CallNotes
 from dpfuse.ddp.distributed_data_parallel import DistributedDataParallel
 from dpfuse.ddp.patch import TORCH_INTERNAL, Patch
 from dpfuse.engine.optimizer_step_hook import call_after_steps
@@ -139,6 +140,7 @@ class _Observer:
         if LOADER_ITERATOR is not None:
             self._watch_loaders(LOADER_ITERATOR)
         self._watch_scalers()
+        self._calls = CallNotes(lambda: self._tracer)
         self._watch_torch()
         if order.wrapper in ("dpfuse", "narrow", "tuned"):
             options: CommonOptions = {"wire_dtype": torch.bfloat16} if order.wrapper == "narrow" else {}

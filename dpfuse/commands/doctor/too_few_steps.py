@@ -5,18 +5,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from dpfuse.commands.doctor import loop_calls
 from dpfuse.commands.doctor.cut_windows import USUAL
 from dpfuse.commands.doctor.findings import PASSES
 from dpfuse.commands.doctor.runs import Run
 from dpfuse.commands.doctor.unstepped import unstepped
 from dpfuse.findings import (
+    CLIPPED_SCALED,
     CUT_WINDOW,
     NEVER_STEPPED,
+    NEVER_ZEROED,
     NOTHING_AVERAGED,
     OTHER_MODES,
     OTHER_RATES,
     SAME_BATCHES,
     SAME_ORDER,
+    SCHEDULE_PER_BATCH,
+    ZEROED_IN_WINDOW,
 )
 from dpfuse.loop import local_steps, never_stepped, same_batches, same_modes, same_rates
 from dpfuse.loop.rank_words import FIRST
@@ -36,7 +41,14 @@ AVERAGES = {
 LATE = {NEVER_STEPPED: never_stepped.BEGIN + never_stepped.LATER + 1}
 # Steps. The first one of an optimizer is not counted. A window cut short counts behind usual ones, and if weights still
 # differ a step later.
-STEPS = {NOTHING_AVERAGED: local_steps.STEPS + 1, CUT_WINDOW: USUAL + 2}
+STEPS = {
+    NOTHING_AVERAGED: local_steps.STEPS + 1,
+    CUT_WINDOW: USUAL + 2,
+    NEVER_ZEROED: loop_calls.STEPS + 1,
+    ZEROED_IN_WINDOW: loop_calls.ZEROED + 1,
+    CLIPPED_SCALED: loop_calls.CLIPPED + 1,
+    SCHEDULE_PER_BATCH: loop_calls.STEPS + 1,
+}
 
 
 def too_few_steps(runs: Sequence[Run], found: Sequence[str]) -> tuple[str, ...]:

@@ -69,6 +69,19 @@ LOOPS = {
     "accumulation_without_no_sync": "DPF-L10",
     "epoch_of_the_sampler_is_not_set": "DPF-L11",
 }
+OF_CALLS = {  # the code, and the first step that is named
+    "never_zeroed": ("DPF-L12", 1),
+    "zeroed_once_an_epoch": ("DPF-L12", 1),
+    "critic_is_never_zeroed": ("DPF-L12", 2),
+    "zeroed_before_each_batch": ("DPF-L13", 1),
+    "zeroed_behind_each_batch_and_scaled": ("DPF-L13", 1),
+    "zeroed_one_batch_late": ("DPF-L13", 1),
+    "norm_clipped_before_unscaling": ("DPF-L14", 1),
+    "values_clipped_before_the_step_of_a_scaler": ("DPF-L14", 1),
+    "schedule_stepped_after_each_batch": ("DPF-L15", 1),
+    "warm_up_stepped_inside_the_window": ("DPF-L15", 1),
+}
+NEVER_OF_RIGHT = ("DPF-L12", "DPF-L13", "DPF-L14", "DPF-L15")  # remarks, too
 ADVICE = ("DPF-L02", "DPF-L03", "DPF-L04", "DPF-L06", "DPF-L10", "DPF-L11")  # it may be meant so
 FINITE = {  # what the terminal shows, and the finding
     "float16_overflows_on_rank_1": (
@@ -116,7 +129,14 @@ SHAPES = {
     "language_model.py": False,
     "trainer.py --epochs 40": False,
 }
+NEAR = (  # to the calls of wrong programs
+    "gradients_dropped_by_hand", "gradients_zeroed_by_hand", "running_mean_in_the_gradients",
+    "each_of_two_zeroes_the_other", "extragradient", "attack_on_the_inputs", "gradients_of_two_batches_combined",
+    "newton_with_other_batches", "limit_times_the_scale", "norm_for_a_log_and_a_scaler_that_is_off",
+    "two_schedules_behind_each_step", "schedule_that_counts_a_scaler_that_skips",
+)  # fmt: skip
 RIGHT = (
+    *NEAR,
     "plain", "accumulation_with_zeros_kept", "scaler_that_skips_a_step", "gradients_read_for_a_log",
     "penalty_in_no_sync_before", "sharpness_aware_minimisation", "optimizers_of_different_cadence",
     "ema_and_evaluation", "one_batch_overfitted_on_purpose", "average_by_hand", "local_sgd_by_hand",
@@ -128,8 +148,18 @@ RIGHT = (
     "state_of_a_recurrent_net", "closures",
 )  # fmt: skip
 
+
+def _said(name: str, code: str, step: int) -> str:
+    """What is said of a program about the line that its source marks."""
+    lines = (PROGRAMS / "planted.py").read_text(encoding="utf-8").splitlines()
+    begin = lines.index(f"def {name}(rank, size):")
+    line = next(number for number in range(begin, len(lines)) if lines[number].endswith("# here")) + 1
+    return rf"{code}: [^.]*\bsteps? {step}\b[^.]*\(planted\.py:{line}\)"
+
+
 PLANTED = [
     *(Case("loop", f"planted.py {name}", code, "" if code in ADVICE else code) for name, code in LOOPS.items()),
+    *(Case("loop", f"planted.py {name}", _said(name, *seen)) for name, seen in OF_CALLS.items()),
     Case("loop", "planted.py hook_clamps_gradients_of_rank_0", "on rank 0 alone, hooks of the program change"),
     *(Case("finite", f"planted.py {name}", said, finding) for name, (said, finding) in FINITE.items()),
     *(Case("drift", f"planted.py {name}", DRIFT, f"{DRIFT}|a rank leaves out steps") for name in DRIFTS),
@@ -198,6 +228,11 @@ def examine(case: Case, folder: Path, steps: int = STEPS) -> Diagnosis:
         complaints.append(f"the numbers are {result!r}, expected one of {case.results}")
     if not case.finding and found:
         complaints.append(f"it has found {found}")
+    unlike = [
+        one["code"] for one in report["remarks"] if one["code"] in NEVER_OF_RIGHT and one["code"] not in case.said
+    ]
+    if unlike:
+        complaints.append(f"it may be meant so: {unlike}")
     if case.finding and not any(re.search(case.finding, one) for one in found):
         complaints.append(f"no finding is {case.finding!r}, but {found}")
     seconds = sum(one["seconds"] for one in report["runs"])

@@ -56,6 +56,19 @@ def timed(
 
 
 NAMES = ["weight", "bias"]
+CALLS = {
+    "b": "backward", "B": "backward", "S": "step", "z": "zero", "h": "by hand", "s": "scale", "g": "get scale",
+    "u": "unscale", "U": "unscale", "c": "clip", "C": "clip", "l": "schedule",
+}  # fmt: skip
+
+
+def called(text, of=(0,), whole=(0,)):
+    """Return the calls of a step: a letter each, which is its line, too.
+
+    "B" is a backward at another line. "C" and "U" are about other parameters.
+    """
+    about, others = {"of": [*of], "whole": [*whole]}, {"of": [], "whole": []}
+    return [{"what": CALLS[one], "at": f"train.py:{ord(one)}", **(others if one in "CU" else about)} for one in text]
 
 
 def window(text, weights=("1", "1"), **fields):

@@ -35,6 +35,9 @@ def test_what_needs_more_steps_is_told_with_what_it_had():
         "DPF-L05",
         "DPF-L07",
         "DPF-L08",
+        "DPF-L12",
+        "DPF-L13",
+        "DPF-L15",
     ]
     assert too_few_steps([run_with(50)], []) == ()
 

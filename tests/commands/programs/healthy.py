@@ -340,5 +340,180 @@ def closures(rank, size):
         optimizer.step(closure)
 
 
+# --- Calls around steps that come near to wrong ones ---
+
+
+@program
+def gradients_dropped_by_hand(rank, size):
+    model, optimizer = trained()
+    for x, y in batches():
+        loss_of(model(x), y).backward()
+        optimizer.step()
+        for param in model.parameters():
+            param.grad = None
+
+
+@program
+def gradients_zeroed_by_hand(rank, size):
+    model, optimizer = trained()
+    for x, y in batches():
+        for param in model.parameters():
+            if param.grad is not None:
+                param.grad.data.zero_()
+        loss_of(model(x), y).backward()
+        optimizer.step()
+
+
+@program
+def running_mean_in_the_gradients(rank, size):
+    """Momentum without memory of an optimizer."""
+    model, optimizer = trained()
+    for x, y in batches():
+        (0.1 * loss_of(model(x), y)).backward()
+        optimizer.step()
+        for param in model.parameters():
+            param.grad.mul_(0.9)
+
+
+@program
+def each_of_two_zeroes_the_other(rank, size):
+    maker, critic = DistributedDataParallel(nn.Linear(2, 4)), DistributedDataParallel(nn.Linear(4, 1))
+    of_maker, of_critic = (torch.optim.SGD(one.parameters(), lr=0.01) for one in (maker, critic))
+    for x, _ in batches():
+        made = maker(x[:, :2])
+        critic.zero_grad()
+        (critic(made.detach()).mean() - critic(x).mean()).backward()
+        of_critic.step()
+        maker.zero_grad()
+        (-critic(made).mean()).backward()
+        of_maker.step()
+
+
+@program
+def extragradient(rank, size):
+    """The gradient of one batch leads to a point ahead; that of the next batch, there, is stepped on."""
+    model, optimizer = trained()
+    params = [*model.parameters()]
+
+    def backward(x, y):
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+
+    stream = batches()
+    for first in stream:
+        backward(*first)
+        kept = [param.detach().clone() for param in params]
+        with torch.no_grad():
+            for param in params:
+                param -= 0.01 * param.grad
+        backward(*next(stream))
+        with torch.no_grad():
+            for param, old in zip(params, kept, strict=True):
+                param.copy_(old)
+        optimizer.step()
+
+
+@program
+def attack_on_the_inputs(rank, size):
+    """The first gradient is that of the inputs; those of the weights are dropped."""
+    model, optimizer = trained()
+    for x, y in batches():
+        x.requires_grad_()
+        loss_of(model(x), y).backward()
+        optimizer.zero_grad()
+        loss_of(model(x.detach() + 0.1 * x.grad.sign()), y).backward()
+        optimizer.step()
+
+
+@program
+def gradients_of_two_batches_combined(rank, size):
+    """Where they contradict each other, the part that does is left out."""
+    model, optimizer = trained()
+    params = [*model.parameters()]
+
+    def gradients(x, y):
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        return [param.grad.clone() for param in params]
+
+    stream = batches()
+    for memory in stream:
+        old, new = gradients(*memory), gradients(*next(stream))
+        for param, one, other in zip(params, old, new, strict=True):
+            param.grad = other - one * ((one * other).sum() / one.square().sum()).clamp(max=0)
+        optimizer.step()
+
+
+@program
+def newton_with_other_batches(rank, size):
+    model = DistributedDataParallel(net())
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+    stream = batches()
+
+    def closure():
+        optimizer.zero_grad()
+        x, y = next(stream)
+        loss = loss_of(model(x), y)
+        loss.backward()
+        return loss
+
+    for _ in range(300):
+        optimizer.step(closure)
+
+
+@program
+def limit_times_the_scale(rank, size):
+    model, optimizer = trained()
+    scaler = torch.amp.GradScaler("cpu")
+    for x, y in batches():
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model(x), y)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0 * scaler.get_scale())
+        scaler.step(optimizer)
+        scaler.update()
+
+
+@program
+def norm_for_a_log_and_a_scaler_that_is_off(rank, size):
+    model, optimizer = trained()
+    scaler, off = torch.amp.GradScaler("cpu"), torch.amp.GradScaler("cpu", enabled=False)
+    for index, (x, y) in enumerate(batches()):
+        optimizer.zero_grad()
+        now = off if index % 2 else scaler
+        now.scale(loss_of(model(x), y)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0 if now is off else torch.inf)
+        now.step(optimizer)
+        now.update()
+
+
+@program
+def two_schedules_behind_each_step(rank, size):
+    model, optimizer = trained()
+    first, second, third = (torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99) for _ in range(3))
+    both = torch.optim.lr_scheduler.ChainedScheduler([first, second])
+    for index, (x, y) in enumerate(batches()):
+        with model.no_sync() if index % 2 == 0 else nullcontext():
+            (loss_of(model(x), y) / 2).backward()
+        if index % 2:
+            optimizer.step()
+            both.step()
+            third.step()
+            optimizer.zero_grad()
+
+
+@program
+def schedule_that_counts_a_scaler_that_skips(rank, size):
+    """It is stepped in each iteration, and the scaler skips every second one, until the scale fits."""
+    model, optimizer = trained()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 10)
+    for index, (x, y) in enumerate(batches()):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model(x), y) * (torch.inf if index in range(2, 18, 2) else 1)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        schedule.step()
+
+
 if __name__ == "__main__":
     run(PROGRAMS)

@@ -187,6 +187,150 @@ def epoch_of_the_sampler_is_not_set(rank, size):
             optimizer.step()
 
 
+# --- Calls around steps; "here" is the line that is named ---
+
+
+@program
+def never_zeroed(rank, size):
+    model, optimizer = trained(1e-3, optimizer=torch.optim.AdamW)
+    for x, y in batches():
+        loss_of(model(x), y).backward()
+        optimizer.step()  # here
+
+
+@program
+def zeroed_once_an_epoch(rank, size):
+    model, optimizer = trained(1e-3)
+    for epoch in range(100):
+        optimizer.zero_grad()
+        window = []
+        for batch in batches(40, number=epoch):
+            window.append(batch)
+            if len(window) == 2:
+                for micro, (x, y) in enumerate(window):
+                    model.require_backward_grad_sync = micro == 1
+                    (loss_of(model(x), y) / 2).backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()  # here
+                window.clear()
+
+
+@program
+def critic_is_never_zeroed(rank, size):
+    maker, critic = DistributedDataParallel(nn.Linear(2, 4)), DistributedDataParallel(nn.Linear(4, 1))
+    of_maker = torch.optim.Adam(maker.parameters(), lr=1e-3)
+    of_critic = torch.optim.RMSprop(critic.parameters(), lr=1e-3)
+    for x, _ in batches():
+        made = maker(x[:, :2])
+        (critic(made.detach()).mean() - critic(x).mean()).backward()
+        of_critic.step()  # here
+        of_maker.zero_grad()
+        (-critic(made).mean()).backward()
+        of_maker.step()
+
+
+@program
+def zeroed_before_each_batch(rank, size):
+    model, optimizer = trained(optimizer=torch.optim.Adam)
+    for index, (x, y) in enumerate(batches()):
+        optimizer.zero_grad()  # here
+        with model.no_sync() if index % 4 != 3 else nullcontext():
+            (loss_of(model(x), y) / 4).backward()
+        if index % 4 == 3:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+
+
+@program
+def zeroed_behind_each_batch_and_scaled(rank, size):
+    model, optimizer = trained()
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    for index, (x, y) in enumerate(batches(), start=1):
+        scaler.scale(loss_of(model(x), y)).backward()
+        if index % 2 == 0:
+            scaler.step(optimizer)
+            scaler.update()
+        model.zero_grad(set_to_none=False)  # here
+
+
+@program
+def zeroed_one_batch_late(rank, size):
+    class Loop:
+        def __init__(self):
+            self.model, self.optimizer = trained()
+
+        def train(self, index, x, y):
+            self.model.require_backward_grad_sync = index % 3 == 2
+            loss_of(self.model(x), y).backward()
+            if index % 3 == 0:
+                self.optimizer.zero_grad()  # here
+            if index % 3 == 2:
+                self.optimizer.step()
+
+    loop = Loop()
+    for index, (x, y) in enumerate(batches()):
+        loop.train(index, x, y)
+
+
+@program
+def norm_clipped_before_unscaling(rank, size):
+    model, optimizer = trained()
+    scaler = torch.amp.GradScaler("cpu")
+    for x, y in batches():
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model(x), y)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # here
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+
+
+@program
+def values_clipped_before_the_step_of_a_scaler(rank, size):
+    model, optimizer = trained(optimizer=torch.optim.Adam)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    params = [*model.parameters()]
+    micro_batches = batches()
+    while True:
+        for micro in range(2):
+            with model.no_sync() if micro == 0 else nullcontext(), torch.autocast("cpu", torch.bfloat16):
+                loss = loss_of(model(next(micro_batches)[0]).float(), 0) / 2
+            scaler.scale(loss).backward()
+        nn.utils.clip_grad_value_(params, clip_value=0.5)  # here
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+
+
+@program
+def schedule_stepped_after_each_batch(rank, size):
+    model, optimizer = trained()
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 400)
+    for index, (x, y) in enumerate(batches()):
+        (loss_of(model(x), y) / 4).backward()
+        if index % 4 == 3:
+            optimizer.step()
+            optimizer.zero_grad()
+        schedule.step()  # here
+
+
+@program
+def warm_up_stepped_inside_the_window(rank, size):
+    model, optimizer = trained(optimizer=torch.optim.AdamW)
+    warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=20)
+    decay = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+    schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, [warm_up, decay], milestones=[20])
+    stream = batches()
+    for _ in range(300):
+        optimizer.zero_grad()
+        for micro in range(3):
+            x, y = next(stream)
+            with nullcontext() if micro == 2 else model.no_sync():
+                loss_of(model(x), y).div(3).backward()
+            schedule.step()  # here
+        optimizer.step()
+
+
 # --- Numbers that are not finite ---
 
 
