@@ -36,6 +36,7 @@ from dpfuse.errors import DPFuseError
 __all__ = ["Wish", "doctor"]
 
 PAGE = "doctor.html"
+ALTERNATING = ("torch", "dpfuse", "torch", "dpfuse")  # the runs that are compared
 RANKS_WITHOUT_GPUS = 2
 DEEP = 10  # steps that are hashed in full, at most a quarter of all
 
@@ -104,7 +105,7 @@ def _examined(wish: Wish, folder: Path, arguments: list[str]) -> DoctorReport:
     failure = failed_under = interrupted = ""
     other = None
     try:
-        for wrapper in ("torch", "dpfuse", "torch", "dpfuse"):
+        for wrapper in ALTERNATING:
             run = series.run(wrapper)
             if run.failed or not run.traces or not run.replaceable:
                 failed_under = wrapper if run.failed else ""
@@ -187,7 +188,11 @@ class _Series:
             self._before = now
         self.runs.append(run)
         steps = run.steps or run.unwrapped
-        _say(f"{self.title}: {steps} steps in {run.seconds:.1f} s, exit code {run.code}")
+        # With more ranks, DDP runs with other buckets, too. Whether a run of advice follows is not known yet.
+        left = len(ALTERNATING) + (len(run.traces) > EXACT_RANKS) - number
+        seconds = left * sum(each.seconds for each in self.runs) / number
+        rest = f"; about {seconds:.0f} s are left" if left > 0 and not run.failed else ""
+        _say(f"{self.title}: {steps} steps in {run.seconds:.1f} s, exit code {run.code}{rest}")
         return run
 
     def read_again(self) -> list[str]:

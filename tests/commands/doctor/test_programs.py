@@ -50,6 +50,9 @@ def test_a_healthy_program_has_equal_numbers_and_nothing_is_named(program, words
     assert report["findings"] == []
     assert done.returncode == 0
     assert "yes, bit for bit" in page
+    left = [int(text) for text in re.findall(r"exit code 0; about (\d+) s are left", done.stderr)]
+    assert len(left) == 3
+    assert left == sorted(left, reverse=True)
     seconds = {run["title"]: run["seconds"] for run in report["runs"]}
     assert sum(seconds.values()) <= 6 * max(value for title, value in seconds.items() if "torch DDP" in title)
 
