@@ -73,8 +73,9 @@ class StopSignals:
         self._closed = False
         self._came: set[int] = set()
         self._before: dict[int, Any] = {}
-        for number in numbers:
-            self._before.setdefault(number, signal.signal(number, self._note))
+        for number in dict.fromkeys(numbers):
+            self._before[number] = signal.getsignal(number)  # first: a signal may come as the handler is installed
+            signal.signal(number, self._note)
 
     def close(self) -> None:
         """Install the handlers again that were there before, except where the program has installed others since."""

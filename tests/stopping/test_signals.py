@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -89,6 +90,22 @@ def test_handlers_that_are_closed_in_any_order_ask_no_more(order: tuple[int, int
     _, status = os.waitpid(child, 0)
     assert os.WTERMSIG(status) == TERM
     assert not wish.words
+
+
+def test_a_signal_that_comes_as_the_handler_is_installed_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher's ranks keep one that comes early until then."""
+    install = signal.signal
+
+    def installed(number: int, handler: Any) -> Any:
+        before = install(number, handler)
+        send(number)
+        return before
+
+    monkeypatch.setattr(signal, "signal", installed)
+    handlers = dpfuse.stop_on_signals(USR1)
+    monkeypatch.undo()
+    handlers.close()
+    assert wish.words == "SIGUSR1"
 
 
 def test_two_calls_for_one_signal_ask_once() -> None:
