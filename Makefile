@@ -37,7 +37,7 @@ python = $(if $(call has,$(need)),$(PYTHON),.venv/bin/python)
 stamp := .venv/.ready
 ready = @$(if $(call has,$(need)),true,$(MAKE) --no-print-directory $(stamp))
 
-.PHONY: demo wheel test test-all test-clients test-nightly test-torch test-pretended lint bench gpu gpu-questions docs clean
+.PHONY: demo wheel test test-all test-clients test-nightly test-public test-torch test-pretended lint bench gpu gpu-questions docs clean
 
 demo:  ## train a network on real images on two ranks, beside torch's DDP
 	$(ready)
@@ -58,6 +58,11 @@ test-nightly:  ## those, and what takes minutes each: 100,000 steps, 1,000 model
 	$(ready)
 	$(python) -m tests.recorded bench/results/test-nightly-cpu$$(nproc)-$$(date +%F).txt \
 		-m nightly --timeout 3600 --durations=10 $(SIDE_BY_SIDE)
+
+test-public:  ## programs around public libraries, with torch's class and with ours, in an environment of their own
+	@$(MAKE) --no-print-directory .venv-public/.ready
+	.venv-public/bin/python -m tests.recorded bench/results/test-public-cpu$$(nproc)-$$(date +%F).txt \
+		tests/clients/test_public_programs.py --timeout 1200 --durations=15
 
 test-torch:  ## the tests under another release, in an environment that is thrown away: make test-torch TORCH=2.15.0
 	folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && $(PYTHON) -m venv "$$folder" && \
@@ -97,7 +102,7 @@ wheel:  ## dist/dpfuse-….whl, installed without network into a fresh environme
 	$(python) -m tests.check_wheel dist/*.whl
 
 clean:
-	rm -rf .venv build dist docs/_build bench/out
+	rm -rf .venv .venv-public build dist docs/_build bench/out
 
 .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -107,4 +112,11 @@ clean:
 
 .venv/.ready-integrations: .venv/.ready
 	.venv/bin/python -m pip install --quiet --editable '.[test,integrations]' --constraint constraints.txt
+	touch $@
+
+.venv-public/.ready: tests/clients/public/requirements.txt pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-public
+	.venv-public/bin/python -m pip install --quiet --upgrade pip
+	.venv-public/bin/python -m pip install --quiet --editable '.[bench]' pytest-timeout \
+		--requirement tests/clients/public/requirements.txt --constraint constraints.txt
 	touch $@

@@ -1,1 +1,4 @@
-"""Programs in the shape of public ones, and test scripts of libraries, beside torch's class: `make test-clients`."""
+"""Programs beside torch's class: in the shape of public ones, and around public libraries; scripts of accelerate.
+
+`make test-clients` and `make test-public` run them.
+"""
