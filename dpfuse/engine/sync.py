@@ -22,6 +22,7 @@ from dpfuse.engine.bucket_set import BucketSet
 from dpfuse.engine.events import Events, Watcher, overridden
 from dpfuse.engine.exchanges.comm_hook import CommHook
 from dpfuse.engine.feature import Feature
+from dpfuse.engine.host_memory import keep_freed_memory
 from dpfuse.engine.listening import Listening, ReadyRecorder, Wrap
 from dpfuse.engine.phase import IDLE, Phase
 from dpfuse.engine.plan import BucketPlan, rebuild_plan
@@ -122,6 +123,8 @@ class GradSync:
             spoil=self._spoil,
             answer=self._answer,
         )
+        if params and params[0].is_cpu:
+            keep_freed_memory()
         self.reducer = Reducer(self.bucket_set(plan, params), wiring)
         self.listening.tell(self.reducer)
         self.events.hear_steps()  # only now: what failed to be made must not be called
