@@ -41,9 +41,8 @@ from dpfuse.model.logs import show_chosen_logs
 from dpfuse.model.module_sync import FaceParts, Measurable, ModuleSync
 from dpfuse.model.options import SyncOptions, filled
 from dpfuse.model.transforms import may_have_backward
-from dpfuse.stopping.knowledge import own_reason
+from dpfuse.stopping.knowledge import own_reason, tell_program
 from dpfuse.stopping.reason import StopReason
-from dpfuse.stopping.wish import wish
 
 __all__ = ["SyncedModule", "Tuned", "loss_scale_of", "sync_of", "time_communication"]
 
@@ -288,10 +287,7 @@ class SyncedModule(nn.Module):
         Raises:
             DPFuseError: as `stop_requested`.
         """
-        reason = own_reason() if self._sync is None else self._sync.stop.reason()
-        if reason is not None:
-            wish.told = True
-        return reason
+        return tell_program(own_reason() if self._sync is None else self._sync.stop.reason())
 
     @contextmanager
     def rank_zero_work(self) -> Iterator[bool]:

@@ -190,7 +190,7 @@ class Report:
         self._copy: HostCopy | None = None  # of the pairs, on CUDA
         self._host: _HostPairs | None = None  # of that copy; on a CPU, of this backward's
         self._pending = False  # whether the copy has those of an earlier backward, which were not read
-        self._uncopied: Tensor | None = None  # what is still to be copied of this backward
+        self._uncopied: tuple[Tensor, Tensor] | None = None  # of this backward: from the device, to the host
         self._before: Report | None = None  # what this one has replaced, while that has something to tell
         self._usual = b""  # the pairs that said last that all is well
 
@@ -451,7 +451,7 @@ class Report:
             self._copy = HostCopy(sums.parts.told)
             self._host = _HostPairs(self._copy.arriving)
         else:
-            self._uncopied = sums.parts.told
+            self._uncopied = sums.parts.told, self._copy.arriving
         self._pending = True
 
     def hand_over(self, guard: Guard | None = None) -> None:
@@ -460,12 +460,12 @@ class Report:
         Args:
             guard: gets the summed pairs, [2 * pairs], and what it is to copy: from and to; None if that is nothing.
         """
-        told, copy = self._uncopied, self._copy
+        uncopied, copy = self._uncopied, self._copy
         if guard is not None:
-            guard(self.pairs(), None if told is None or copy is None else (told, copy.arriving))
-        if told is not None and copy is not None:
+            guard(self.pairs(), uncopied)
+        if uncopied is not None and copy is not None:
             if guard is None:
-                copy.take(told)
+                copy.take(uncopied[0])
             else:
                 copy.written()
             self._uncopied = None

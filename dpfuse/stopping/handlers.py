@@ -42,8 +42,6 @@ def stop_on_signals(*signals: str | int) -> StopSignals:
         ...     dpfuse.agree_to_stop()
         True
         >>> dpfuse.forget_stop()
-
-    Source: the signals and the order of handlers are those of Lightning's and submitit's.
     """
     numbers = [_number_of(each) for each in signals or USUAL]
     thread = threading.current_thread()

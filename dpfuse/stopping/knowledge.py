@@ -12,7 +12,7 @@ from dpfuse.comm.collective import resolve_group
 from dpfuse.stopping.reason import StopReason, cut, reason_of
 from dpfuse.stopping.wish import wish
 
-__all__ = ["agree_to_stop", "exchange", "forget_stop", "own_reason", "tell"]
+__all__ = ["agree_to_stop", "exchange", "forget_stop", "own_reason", "tell", "tell_program"]
 
 
 class Listener(Protocol):
@@ -33,6 +33,12 @@ def tell(group: dist.ProcessGroup, listener: Listener) -> None:
 def own_reason() -> StopReason | None:
     """Return why this process stops where it has no group."""
     return reason_of([wish.words])
+
+
+def tell_program(reason: StopReason | None) -> StopReason | None:
+    """Return a reason that the program reads. If the program then ends well, the launcher knows why."""
+    wish.told |= reason is not None
+    return reason
 
 
 def exchange(group: dist.ProcessGroup) -> StopReason | None:
@@ -67,9 +73,8 @@ def agree_to_stop(group: dist.ProcessGroup | None = None) -> bool:
         >>> dpfuse.forget_stop()
     """
     ranks = resolve_group(group)
-    reason = own_reason() if ranks is None else exchange(ranks)
+    reason = tell_program(own_reason() if ranks is None else exchange(ranks))
     if reason is not None:
-        wish.told = True
         for listener in tuple(_listeners.get(ranks, ())) if ranks is not None else ():
             listener.hear(reason)
     return reason is not None

@@ -77,7 +77,7 @@ class Call(str, Enum):
     STEP = "step"  # of an optimizer; what follows in the same line ran in its closure
     ZERO = "zero"  # of an optimizer or a module
     BY_HAND = "by hand"  # gradients were written or replaced since the call before, and by none of these
-    SCALE = "scale"  # a loss, by a scaler whose gradients stay scaled behind the backward
+    SCALE = "scale"  # a loss, by a scaler whose gradients stay scaled after the backward
     GET_SCALE = "get scale"
     UNSCALE = "unscale"  # by itself, or in the step of a scaler, which may skip that of the optimizer
     CLIP = "clip"  # to a finite number

@@ -100,7 +100,7 @@ def zeroed_in_windows(traces: Mapping[int, RankTrace]) -> Seen | None:
                 return Seen(
                     f"in each of the steps {row[0].step} to {turn.step} of {class_of(first, optimizer)}, gradients "
                     f"were zeroed ({zero['at']}) after {lost} of {len(turn.backwards)} backwards. So these batches "
-                    "taught nothing. Expected one call of zero_grad() for each step: move it directly behind "
+                    "changed no weight. Expected one call of zero_grad() for each step: move it directly after "
                     "optimizer.step(). Gradients that are only looked at may be meant so.",
                     row[0].step,
                 )
@@ -151,8 +151,8 @@ def schedule_per_batch(traces: Mapping[int, RankTrace]) -> Seen | None:
         if len(row) == STEPS:
             return Seen(
                 f"in each of the steps {row[0].step} to {turn.step} of {class_of(first, 0)}, a schedule was stepped "
-                f"({line}) after each of {count} backwards. So it ends {count} times as early as one that counts "
-                "steps of the optimizer. Expected one step of both: call scheduler.step() directly behind "
+                f"({line}) after each of {count} backwards. So it makes {count} steps for each step of the "
+                "optimizer, and ends early. Expected one step of both: call scheduler.step() directly after "
                 "optimizer.step(). A schedule that counts batches may be meant so.",
                 row[0].step,
             )
@@ -188,8 +188,8 @@ def _zero_inside(calls: Sequence[dict[str, Any]], optimizer: int) -> dict[str, A
     """
     kinds = [call["what"] for call in calls]
     last = _last_backward(kinds)
-    behind = [call["what"] for call in calls[last:] if optimizer in call["of"]]
-    if _is_skipped(calls) or Call.STEP in kinds[:last] or Call.BY_HAND in behind:
+    after = [call["what"] for call in calls[last:] if optimizer in call["of"]]
+    if _is_skipped(calls) or Call.STEP in kinds[:last] or Call.BY_HAND in after:
         return None
     found, line = None, ""  # of the backward before
     for place, call in enumerate(calls[: last + 1]):

@@ -74,7 +74,7 @@ OF_CALLS = {  # the code, and the first step that is named
     "zeroed_once_an_epoch": ("DPF-L12", 1),
     "critic_is_never_zeroed": ("DPF-L12", 2),
     "zeroed_before_each_batch": ("DPF-L13", 1),
-    "zeroed_behind_each_batch_and_scaled": ("DPF-L13", 1),
+    "zeroed_after_each_batch_and_scaled": ("DPF-L13", 1),
     "zeroed_one_batch_late": ("DPF-L13", 1),
     "norm_clipped_before_unscaling": ("DPF-L14", 1),
     "values_clipped_before_the_step_of_a_scaler": ("DPF-L14", 1),
@@ -133,7 +133,7 @@ NEAR = (  # to the calls of wrong programs
     "gradients_dropped_by_hand", "gradients_zeroed_by_hand", "running_mean_in_the_gradients",
     "each_of_two_zeroes_the_other", "extragradient", "attack_on_the_inputs", "gradients_of_two_batches_combined",
     "newton_with_other_batches", "limit_times_the_scale", "norm_for_a_log_and_a_scaler_that_is_off",
-    "two_schedules_behind_each_step", "schedule_that_counts_a_scaler_that_skips",
+    "two_schedules_after_each_step", "schedule_that_counts_a_scaler_that_skips",
 )  # fmt: skip
 RIGHT = (
     *NEAR,

@@ -487,7 +487,7 @@ def norm_for_a_log_and_a_scaler_that_is_off(rank, size):
 
 
 @program
-def two_schedules_behind_each_step(rank, size):
+def two_schedules_after_each_step(rank, size):
     model, optimizer = trained()
     first, second, third = (torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99) for _ in range(3))
     both = torch.optim.lr_scheduler.ChainedScheduler([first, second])

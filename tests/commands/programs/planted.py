@@ -242,7 +242,7 @@ def zeroed_before_each_batch(rank, size):
 
 
 @program
-def zeroed_behind_each_batch_and_scaled(rank, size):
+def zeroed_after_each_batch_and_scaled(rank, size):
     model, optimizer = trained()
     scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
     for index, (x, y) in enumerate(batches(), start=1):
