@@ -22,7 +22,7 @@ def lines_of(done: CompletedProcess[str]) -> list[str]:
     """The lines that two ranks have printed, in the order of the ranks: on each its weights, and perhaps others."""
     assert done.returncode == 0, done.stderr
     # A print writes its end of line apart, so the other rank may come between.
-    printed = re.sub(r"(?=rank \d weights )", "\n", done.stdout)
+    printed = re.sub(r"(?=rank \d (?:losses|weights) )", "\n", done.stdout)
     lines = sorted(line for line in printed.splitlines() if line.startswith("rank "))
     assert [line[:14] for line in lines if " weights " in line] == ["rank 0 weights", "rank 1 weights"], done.stdout
     return [re.sub(r"'\d{4,5}'", "PORT", line) for line in lines]
