@@ -41,6 +41,7 @@ from dpfuse.model.logs import show_chosen_logs
 from dpfuse.model.module_sync import FaceParts, Measurable, ModuleSync
 from dpfuse.model.options import SyncOptions, filled
 from dpfuse.model.transforms import may_have_backward
+from dpfuse.stopping.deadline import deadline
 from dpfuse.stopping.knowledge import own_reason, tell_program
 from dpfuse.stopping.reason import StopReason
 
@@ -127,6 +128,7 @@ class SyncedModule(nn.Module):
         try:
             if fresh:
                 show_chosen_logs()
+                deadline.read()
                 self._options = self._options.with_plan_read()
             plan = check_module(self.module, self._options, group)
             if group is not None and fresh:  # else nothing is compared, or it was when the original was made

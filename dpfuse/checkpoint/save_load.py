@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
+from dpfuse.checkpoint.bucket_plan import saved_plan, use_saved_plan
 from dpfuse.checkpoint.folder import read_newest, read_whole, step_path, write_step
 from dpfuse.checkpoint.random_state import get_random_state, seed_from, set_random_state
 from dpfuse.checkpoint.training_state import (
@@ -35,6 +36,7 @@ from dpfuse.comm import collective, votes
 from dpfuse.engine.user_line import warn_at_user
 from dpfuse.errors import DPFuseError, WeightsWarning
 from dpfuse.findings import WEIGHTS
+from dpfuse.stopping.deadline import deadline
 from dpfuse.weights.finding import tell_known
 from dpfuse.wrapper import SyncedModule
 
@@ -56,6 +58,7 @@ class Checkpoint:
     extra: Any = None  # the value that was saved as `extra`
 
 
+@deadline.saving()
 def save_checkpoint(
     folder: str | os.PathLike[str],
     model: nn.Module,
@@ -150,6 +153,8 @@ def save_checkpoint(
             content |= {"optimizer": state, "optimizer_type": optimizer_class(optimizer)}
         if extra is not None:
             content["extra"] = extra
+        if (plan := saved_plan(model)) is not None:
+            content["plan"] = plan
         return write_step(Path(folder), number, {**content, "ranks": parts}, keep)
 
     return _together(write, group, what)
@@ -248,7 +253,11 @@ def load_checkpoint(
         where = Path(path) if Path(path).suffix == SUFFIX else step_path(Path(path), content["step"])
         return Checkpoint(content["step"], where, content.get("extra"))
 
-    return _together(apply, group, what)
+    loaded = _together(apply, group, what)
+    same_ranks = group is not None and group is _group_of(model, None) and group.size() == len(content["ranks"])
+    if "plan" in content and same_ranks:
+        use_saved_plan(model, content["plan"])
+    return loaded
 
 
 def _together(

@@ -20,7 +20,7 @@ from dpfuse.weights.check import WeightsCheck
 from dpfuse.weights.finding import Phrases
 from dpfuse_kernels.bit_hash import BITS
 
-__all__ = ["CallWeights"]
+__all__ = ["DUE", "CallWeights"]
 
 HASHED, DUE = 1 << BITS, 2 << BITS  # of what a rank says: whether it has one, and whether it is to be examined
 
@@ -97,7 +97,7 @@ class CallWeights(Watcher):
         due = False
         try:
             due = any(number & DUE for number in numbers)
-            hashes = {number & ~DUE for number in numbers if number & HASHED}
+            hashes = {number % DUE for number in numbers if number & HASHED}
             self._compared.differs = len(hashes) > 1
         except Exception as error:
             self._fail(error)

@@ -32,9 +32,10 @@ from dpfuse.engine.report_layout import ReportLayout
 from dpfuse.engine.settings import SyncSettings
 from dpfuse.engine.sync_decision import Window
 from dpfuse.errors import DPFuseError
-from dpfuse.manual.call_weights import CallWeights
+from dpfuse.manual.call_weights import DUE, CallWeights
 from dpfuse.manual.plan import plan_in_order
 from dpfuse.model.agreement import prepare_group
+from dpfuse.stopping import knowledge
 from dpfuse.weights.left_alone import are_left_alone
 
 __all__ = ["fused_allreduce_gradients"]
@@ -42,6 +43,7 @@ __all__ = ["fused_allreduce_gradients"]
 WHAT = "the set of gradients of fused_allreduce_gradients"
 REMEDY = "Call it on every rank with the same parameters, each with a gradient on all ranks or on none."
 CALLED = "fused_allreduce_gradients() was called"
+STOP = DUE << 1  # of what a rank says in the vote, beside its weights: whether it asks all to stop
 Result = TypeVar("Result")
 STALL_TIMEOUT = 60.0  # seconds; the default of the wrappers
 KEPT = 4  # calls with other parameters or options whose buffers are kept, for each group
@@ -107,6 +109,8 @@ def fused_allreduce_gradients(
     """
     process_group = resolve_group(group)
     options = _Options(scale, bucket_size, deterministic, wire_dtype, wire_reduce)
+    if process_group is not None and process_group.size() == 1 and knowledge.asks(process_group):
+        knowledge.agree(process_group)
     if process_group is None or process_group.size() == 1:
         process_group, kept = None, _kept_alone
     else:
@@ -125,6 +129,8 @@ def fused_allreduce_gradients(
 def _average(parameter_list: Any, options: _Options, group: dist.ProcessGroup, kept: list[_Prepared]) -> None:
     prepared, agreed = _agree(parameter_list, options, group, kept)
     try:
+        if any(number & STOP for number in agreed.numbers):
+            knowledge.agree(group)
         # Ranks may have kept the buffers of different calls, for example where one of them has refused its arguments.
         if not agreed.ready:
             prepared.allocate(group)
@@ -155,7 +161,7 @@ def _agree(
     """Prepare a call, and compare it over the ranks.
 
     Returns:
-        What was prepared, whether all ranks have buckets for it, and what each says of its weights.
+        What was prepared, whether all ranks have buckets for it, and what each says of its weights and of a stop.
 
     Raises:
         DPFuseError: a rank cannot do the call, or does another one; on every rank.
@@ -166,6 +172,7 @@ def _agree(
     except Exception as error:  # the iterable is the user's, and the peers wait whatever it raised
         _vote(partial(votes.report_failure, error, group, WHAT), group)
         raise
+    number |= knowledge.asks(group) * STOP
     ready = bool(prepared.buckets)
     vote = partial(votes.agree_on_text, prepared.text, group, WHAT, REMEDY, ready=ready, number=number)
     return prepared, _vote(vote, group)

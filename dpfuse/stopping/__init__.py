@@ -1,5 +1,6 @@
 """Stopping together: the wish of one rank reaches all of them in the same step, in the reports that travel anyway.
 
 Read `wish` first: what this process wants. `reason` names the ranks that want it and says why, `request` asks the ranks
-of one model, `knowledge` holds what all ranks of a group know. `handlers` makes the wish where a signal comes.
+of one model, `knowledge` holds what all ranks of a group know. `handlers` makes the wish where a signal comes,
+and `deadline` where the job is about to end.
 """

@@ -1,7 +1,8 @@
-"""Handlers of signals that ask all ranks to stop. Knows the wish of this process, and no rank."""
+"""Handlers of signals that ask all ranks to stop. Knows the wish of this process and its deadline, and no rank."""
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
@@ -9,6 +10,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from dpfuse.errors import DPFuseError
+from dpfuse.stopping.deadline import GRACE, deadline
 from dpfuse.stopping.wish import wish
 
 __all__ = ["StopSignals", "stop_on_signals"]
@@ -17,21 +19,29 @@ USUAL = ("SIGTERM", "SIGUSR1")
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # how another process ends one
 
 
-def stop_on_signals(*signals: str | int) -> StopSignals:
+def stop_on_signals(*signals: str | int, grace: float = GRACE) -> StopSignals:
     """Let these signals ask all ranks to stop together, instead of ending this process. Call it before the training.
 
     A handler only notes the wish: see `dpfuse.request_stop`. A handler of the program that was there is called after
     it, and should not end the process. The first SIGINT (Ctrl-C) asks; each further one raises KeyboardInterrupt.
     Processes that this one forks, such as workers of a DataLoader, ask nothing.
 
+    In a job of Slurm (`SLURM_JOB_END_TIME`), and where `DPFUSE_DEADLINE` says when the job ends, this process also asks
+    without a signal: when three more steps, and one and a half times what the last `dpfuse.save_checkpoint` took, would
+    end too late.
+
     Args:
         signals: names or numbers; none means "SIGTERM" and "SIGUSR1".
+        grace: seconds that the cluster leaves between its signal and the end. Until a checkpoint was saved, it is
+            expected to take a quarter of them.
 
     Returns:
         What takes the handlers off again: its `close()`, or the end of a `with` block.
 
     Raises:
-        ValueError: there is no such signal, or no process can handle it, as SIGKILL.
+        TypeError: `grace` is not a number.
+        ValueError: there is no such signal, or no process can handle it, as SIGKILL; `grace` is negative or not finite;
+            `DPFUSE_DEADLINE` is no time.
         DPFuseError: this is not the main thread, in which alone Python installs handlers; or the handler that is there
             is none of Python.
 
@@ -56,7 +66,13 @@ def stop_on_signals(*signals: str | int) -> StopSignals:
                 f"{signal.Signals(number).name} has a handler that Python has not installed, expected one that can be "
                 "called after dpfuse's. Pass other signals."
             )
-    return StopSignals(numbers)
+    if isinstance(grace, bool) or not isinstance(grace, (int, float)):
+        raise TypeError(
+            f"stop_on_signals() got grace={grace!r} of type {type(grace).__name__}, expected seconds, such as 60."
+        )
+    if not 0 <= grace < math.inf:
+        raise ValueError(f"stop_on_signals() got grace={grace}, expected seconds from 0 on, such as 60.")
+    return StopSignals(numbers, float(grace))
 
 
 class StopSignals:
@@ -64,9 +80,13 @@ class StopSignals:
 
     Args:
         numbers: of their signals.
+        grace: seconds that the cluster leaves.
     """
 
-    def __init__(self, numbers: list[int]) -> None:
+    def __init__(self, numbers: list[int], grace: float) -> None:
+        self._deadline_before = deadline.grace, deadline.reads_slurm
+        deadline.grace, deadline.reads_slurm = grace, True
+        deadline.read()
         self._process = os.getpid()
         self._closed = False
         self._came: set[int] = set()
@@ -77,10 +97,14 @@ class StopSignals:
 
     def close(self) -> None:
         """Install the handlers again that were there before, except where the program has installed others since."""
+        if self._closed:
+            return
         self._closed = True  # another handler may still call this one
         for number, before in self._before.items():
             if signal.getsignal(number) == self._note:
                 signal.signal(number, before)
+        deadline.grace, deadline.reads_slurm = self._deadline_before
+        deadline.read()
 
     def __enter__(self) -> StopSignals:
         return self

@@ -9,10 +9,11 @@ import torch.distributed as dist
 
 from dpfuse.comm import votes
 from dpfuse.comm.collective import resolve_group
+from dpfuse.stopping.deadline import DeadlineWatch
 from dpfuse.stopping.reason import StopReason, cut, reason_of
 from dpfuse.stopping.wish import wish
 
-__all__ = ["agree_to_stop", "exchange", "forget_stop", "own_reason", "tell", "tell_program"]
+__all__ = ["agree", "agree_to_stop", "asks", "exchange", "forget_stop", "own_reason", "tell", "tell_program"]
 
 
 class Listener(Protocol):
@@ -23,6 +24,8 @@ class Listener(Protocol):
 
 
 _listeners: WeakKeyDictionary[dist.ProcessGroup, WeakSet[Listener]] = WeakKeyDictionary()
+_agreed: WeakSet[dist.ProcessGroup] = WeakSet()  # groups whose ranks have agreed to stop outside of a backward
+_deadline = DeadlineWatch()  # of a loop that asks here
 
 
 def tell(group: dist.ProcessGroup, listener: Listener) -> None:
@@ -31,7 +34,8 @@ def tell(group: dist.ProcessGroup, listener: Listener) -> None:
 
 
 def own_reason() -> StopReason | None:
-    """Return why this process stops where it has no group."""
+    """Return why this process stops where it has no group. To be asked in each step."""
+    _deadline.look()
     return reason_of([wish.words])
 
 
@@ -44,8 +48,24 @@ def tell_program(reason: StopReason | None) -> StopReason | None:
 def exchange(group: dist.ProcessGroup) -> StopReason | None:
     """Return why the ranks stop, if one of them wishes it. A collective of all ranks."""
     if group.size() == 1:
-        return own_reason()
+        return reason_of([wish.words])
     return reason_of(votes.gather_texts(cut(wish.words, votes.SHORT_TEXT), group))
+
+
+def asks(group: dist.ProcessGroup) -> bool:
+    """Whether this process asks the ranks of a group, which have not agreed yet, where no backward tells them."""
+    _deadline.look()
+    return bool(wish.words) and group not in _agreed
+
+
+def agree(group: dist.ProcessGroup) -> StopReason | None:
+    """Return why the ranks stop, which all models of the group then know. A collective of all ranks."""
+    reason = exchange(group)
+    if reason is not None:
+        _agreed.add(group)
+        for listener in tuple(_listeners.get(group, ())):
+            listener.hear(reason)
+    return reason
 
 
 def agree_to_stop(group: dist.ProcessGroup | None = None) -> bool:
@@ -73,11 +93,8 @@ def agree_to_stop(group: dist.ProcessGroup | None = None) -> bool:
         >>> dpfuse.forget_stop()
     """
     ranks = resolve_group(group)
-    reason = tell_program(own_reason() if ranks is None else exchange(ranks))
-    if reason is not None:
-        for listener in tuple(_listeners.get(ranks, ())) if ranks is not None else ():
-            listener.hear(reason)
-    return reason is not None
+    _deadline.look()
+    return tell_program(reason_of([wish.words]) if ranks is None else agree(ranks)) is not None
 
 
 def forget_stop() -> None:
@@ -94,6 +111,7 @@ def forget_stop() -> None:
         False
     """
     wish.forget()
+    _agreed.clear()
     for listeners in tuple(_listeners.values()):
         for listener in tuple(listeners):
             listener.hear(None)

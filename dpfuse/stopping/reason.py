@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["StopReason", "cut", "reason_of"]
+__all__ = ["DEADLINE", "StopReason", "cut", "reason_of"]
 
 PROGRAM = "program"  # the cause of `dpfuse.request_stop`
+DEADLINE = "deadline"  # the cause where a job is about to end; the text says when
 
 
 @dataclass(frozen=True)
@@ -16,8 +17,8 @@ class StopReason:
 
     Attributes:
         ranks: of the group, those that have asked.
-        cause: of the first of them: the name of a signal, such as "SIGTERM", or "program".
-        text: of the first of them, as `dpfuse.request_stop` has got it; empty otherwise.
+        cause: of the first of them: the name of a signal, such as "SIGTERM", "program", or "deadline".
+        text: of the first of them: as `dpfuse.request_stop` has got it, or when its job ends; empty otherwise.
 
     Example:
         >>> import dpfuse
@@ -33,7 +34,11 @@ class StopReason:
 
     def __str__(self) -> str:
         first, *others = self.ranks
-        why = f"got {self.cause}" if self.cause != PROGRAM else f"has asked{f': {self.text}' if self.text else ''}"
+        why = f"got {self.cause}"
+        if self.cause == PROGRAM:
+            why = f"has asked{f': {self.text}' if self.text else ''}"
+        elif self.cause == DEADLINE:
+            why = f"is near its deadline, {self.text}"
         if not others:
             return f"rank {first} {why}"
         return f"rank {first} {why}; asked, too: rank{'s' * (len(others) > 1)} {', '.join(map(str, others))}"

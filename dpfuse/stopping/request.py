@@ -6,6 +6,7 @@ from dpfuse.engine.feature import Engine, Feature
 from dpfuse.engine.report_layout import Question
 from dpfuse.errors import DPFuseError
 from dpfuse.stopping import knowledge
+from dpfuse.stopping.deadline import DeadlineWatch
 from dpfuse.stopping.reason import StopReason
 from dpfuse.stopping.wish import wish
 
@@ -15,7 +16,7 @@ __all__ = ["StopRequest"]
 class StopRequest(Feature):
     """Asks the ranks of one model to stop together, and hears that one of them has asked.
 
-    A step without a wish costs one comparison, and two elements of the report. Where a rank asks, all ranks hear of it
+    A step without a wish costs two comparisons, and two elements of the report. Where a rank asks, all ranks hear of it
     in the same backward, and exchange their reasons then.
     """
 
@@ -24,6 +25,7 @@ class StopRequest(Feature):
     def __init__(self) -> None:
         self._heard: StopReason | None = None
         self._question = Question("stop", self._answer)
+        self._deadline = DeadlineWatch()
 
     def join(self, engine: Engine) -> None:
         """As `Feature.join`."""
@@ -33,6 +35,8 @@ class StopRequest(Feature):
 
     def backward_begins(self, *, sync: bool, announced: bool) -> None:
         """As `Watcher.backward_begins`: ask from this backward on, if this process wishes it."""
+        if sync:
+            self._deadline.look()
         if wish.words and self._heard is None:
             self._question.asks = True
 

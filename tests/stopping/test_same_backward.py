@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -303,6 +304,76 @@ def agreed(rank, size):
 
 def test_ranks_agree_where_no_backward_comes(ranks):
     assert ranks(agreed) == [[False, True, True, True, True, True, False, False]] * 2
+
+
+def by_hand(rank, size, asks):
+    """Loops as Paddle's documents have them: every backward inside `no_sync()`, gradients averaged by a call."""
+    with forgetting():
+        model, other = WAYS["views"](network()), network()
+        said = []
+        for step in range(5):
+            if (rank, step) == asks:
+                dpfuse.request_stop(f"me{rank}")
+            with model.no_sync():
+                backward(model, rank)
+            backward(other, rank)
+            dpfuse.fused_allreduce_gradients(model.parameters())
+            said.append(str(model.stop_reason or ""))
+            dpfuse.fused_allreduce_gradients(other.parameters())
+        return said
+
+
+@pytest.mark.parametrize("step", [0, 3])
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_that_average_by_hand_know_after_the_same_call(ranks, size, step):
+    expected = [""] * step + [f"rank {size - 1} has asked: me{size - 1}"] * (5 - step)
+    assert ranks(by_hand, (size - 1, step), size=size) == [expected] * size
+
+
+def test_one_rank_that_averages_by_hand_knows_after_its_next_call(group):
+    assert by_hand(0, 1, (0, 2)) == ["", "", *["rank 0 has asked: me0"] * 3]
+
+
+def by_hand_exchanges(rank, size, asks):
+    with forgetting(), mock.patch.object(votes, "gather_texts", wraps=votes.gather_texts) as gather:
+        net = network()
+        for step in range(4):
+            if asks and (rank, step) == (0, 1):
+                dpfuse.request_stop()
+            backward(net, rank)
+            dpfuse.fused_allreduce_gradients(net.parameters())
+        known = dpfuse.agree_to_stop() if asks else False
+        return gather.call_count, known
+
+
+def test_calls_exchange_reasons_once_and_only_where_a_rank_asks(ranks):
+    assert ranks(by_hand_exchanges, False) == [(0, False)] * 2
+    assert ranks(by_hand_exchanges, True) == [(2, True)] * 2  # one of them by agree_to_stop()
+
+
+def warned(rank, size, changed):
+    """Rank 1 asks in each call, and may change its weights alone: both travel in one number of the vote."""
+    with forgetting(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        net = network()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        for step in range(70):  # weights are compared within 64
+            if rank == 1:
+                dpfuse.request_stop()
+            backward(net, rank)
+            dpfuse.fused_allreduce_gradients(net.parameters())
+            optimizer.step()
+            optimizer.zero_grad()
+            dpfuse.forget_stop()
+            if changed and (rank, step) == (1, 2):
+                with torch.no_grad():
+                    net[0].bias.add_(1)
+        return [each.category is dpfuse.WeightsWarning for each in caught]
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_wish_in_the_vote_neither_hides_nor_feigns_a_difference_of_the_weights(ranks, changed):
+    assert ranks(warned, changed) == [[True] * changed] * 2
 
 
 def unreadable(rank, size):

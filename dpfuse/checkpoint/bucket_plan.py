@@ -1,0 +1,64 @@
+"""The buckets of a training in its checkpoint. With three ranks or more, or narrow wires, bits depend on them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from dpfuse.engine.plan import BucketPlan
+from dpfuse.engine.sync import GradSync
+from dpfuse.model.plan_from_groups import plan_from_groups
+from dpfuse.wrapper import SyncedModule
+
+__all__ = ["saved_plan", "use_saved_plan"]
+
+
+def saved_plan(model: nn.Module) -> dict[str, Any] | None:
+    """Return the buckets that a resumed training is to begin with; None where it makes the same ones by itself."""
+    grads = _planned_again(model)
+    if grads is None or not (grads.reducer.completed or grads.plan.tuned):
+        return None
+    return {"made_for": _made_for(grads.plan), "buckets": [list(bucket.params) for bucket in grads.plan.buckets]}
+
+
+def use_saved_plan(model: nn.Module, saved: dict[str, Any]) -> None:
+    """Use these buckets from the first backward on; to be called on every rank, of as many as have saved them.
+
+    Nothing changes where a backward has planned the buckets again already, and for another model or other options.
+
+    Args:
+        model: before its first backward.
+        saved: what `saved_plan` has returned.
+
+    Raises:
+        DPFuseError: a rank has no memory for them; on every rank.
+    """
+    grads = _planned_again(model)
+    if grads is None or grads.reducer.completed or saved["made_for"] != _made_for(grads.plan):
+        return
+    before = grads.plan
+    plan = plan_from_groups(before.specs, saved["buckets"])
+    grads.use_plan(
+        replace(
+            plan,
+            comm_buffer_size=before.comm_buffer_size,
+            last_comm_buffer_size=before.last_comm_buffer_size,
+            rule=before.rule,
+        )
+    )
+
+
+def _planned_again(model: nn.Module) -> GradSync | None:
+    """The engine of a model whose buckets are planned again after its first backward."""
+    if not isinstance(model, SyncedModule) or model._sync is None:
+        return None
+    options, grads = model._options, model._sync.grads
+    is_tuned = options.autotune or model.tuning is not None or not options.follows_rule
+    return None if is_tuned or not grads.plans_again else grads
+
+
+def _made_for(plan: BucketPlan) -> str:
+    params = [(spec.name, tuple(spec.shape), spec.dtype, spec.sparse) for spec in plan.specs]
+    return repr((params, plan.comm_buffer_size, plan.last_comm_buffer_size, plan.rule))
