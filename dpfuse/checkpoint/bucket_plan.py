@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from dpfuse.engine.phase import IDLE
 from dpfuse.engine.plan import BucketPlan
 from dpfuse.engine.sync import GradSync
 from dpfuse.model.plan_from_groups import plan_from_groups
@@ -18,7 +19,7 @@ __all__ = ["saved_plan", "use_saved_plan"]
 def saved_plan(model: nn.Module) -> dict[str, Any] | None:
     """Return the buckets that a resumed training is to begin with; None where it makes the same ones by itself."""
     grads = _planned_again(model)
-    if grads is None or not (grads.reducer.completed or grads.plan.tuned):
+    if grads is None or not (grads.reducer.rebuilt or grads.plan.tuned):
         return None
     return {"made_for": _made_for(grads.plan), "buckets": [list(bucket.params) for bucket in grads.plan.buckets]}
 
@@ -36,7 +37,9 @@ def use_saved_plan(model: nn.Module, saved: dict[str, Any]) -> None:
         DPFuseError: a rank has no memory for them; on every rank.
     """
     grads = _planned_again(model)
-    if grads is None or grads.reducer.completed or saved["made_for"] != _made_for(grads.plan):
+    if grads is None or grads.reducer.rebuilt or grads.reducer.change or grads.reducer.phase is not IDLE:
+        return
+    if saved["made_for"] != _made_for(grads.plan):
         return
     before = grads.plan
     plan = plan_from_groups(before.specs, saved["buckets"])

@@ -34,14 +34,14 @@ def faults_of(trial: Trial) -> list[str]:
     with TemporaryDirectory(prefix="stopping-") as name:
         folder = Path(name)
         code, told = _job(trial, folder, "first", trial.ranks, with_signal=True)
-        faults = [] if code == REQUEUE else [f"the job ended with {code}, expected {REQUEUE}: {told[-2000:]}"]
+        faults = [] if code == REQUEUE else [f"the job ended with {code}, expected {REQUEUE}: {told[-600:]}"]
         first = read_notes(folder, "first")
         faults += _faults_of_stop(trial, folder, first)
         if faults:
             return faults
         code, told = _job(trial, folder, "rest", trial.rest, with_signal=False)
         if code:
-            return [f"the rest ended with {code}: {told[-2000:]}"]
+            return [f"the rest ended with {code}: {told[-600:]}"]
         rest = read_notes(folder, "rest")
         return [*_faults_of_samples(first, rest), *_faults_of_bits(trial, rest)]
 

@@ -52,7 +52,6 @@ def main(folder: Path, part: str, kind: str, workers: int, trial: Trial | None) 
             trained += indices.tolist()
             window += 1
             ends = window == MICRO_BATCHES or sampler.seen >= LENGTH
-            model.set_gradient_weight(len(indices))
             with nullcontext() if ends else model.no_sync():
                 model(inputs).square().mean().backward()
             if not ends:
