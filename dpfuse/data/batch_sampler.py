@@ -160,7 +160,7 @@ class ResumableBatchSampler(Sampler[list[int]]):
         position.start = position.seen
         if callable(follow := getattr(loader, "set_epoch", None)):
             follow(position.epoch)  # accelerate's loaders set the epoch when they begin: from 0 on in each process
-        sizes = self._sizes()
+        sizes = self._sizes(position.start)
         yield from position.track(loader, lambda: next(sizes))
 
     def state_dict(self) -> dict[str, Any]:
@@ -191,7 +191,7 @@ class ResumableBatchSampler(Sampler[list[int]]):
         begin, (replicas, own) = self._position.start, self._place.now()
         self._order.set_epoch(self._position.epoch)
         order = list(self._order)
-        for size in self._sizes():
+        for size in self._sizes(begin):
             together = order[begin : begin + size]
             for rank in range(replicas) if self._for_all else (own,):
                 if batch := together[rank::replicas]:
@@ -200,7 +200,15 @@ class ResumableBatchSampler(Sampler[list[int]]):
 
     def __len__(self) -> int:
         """The number of batches of this rank, from where the iteration began that is running, or the next one will."""
-        sizes = [*self._sizes()]
+        return self._batches(self._position.start)
+
+    @property
+    def batches_of_epoch(self) -> int:
+        """The number of batches of this rank in a whole epoch, wherever the position is."""
+        return self._batches(0)
+
+    def _batches(self, begin: int) -> int:
+        sizes = [*self._sizes(begin)]
         if not sizes:
             return 0
         replicas, rank = self._place.now()
@@ -209,11 +217,11 @@ class ResumableBatchSampler(Sampler[list[int]]):
             return (len(sizes) - 1) * replicas + with_last
         return len(sizes) - (rank >= with_last)
 
-    def _sizes(self) -> Iterator[int]:
-        """The number of samples that all ranks together get in each step, from the start on."""
+    def _sizes(self, begin: int) -> Iterator[int]:
+        """The number of samples that all ranks together get in each step, from a position in the epoch on."""
         replicas, _ = self._place.now()
         step = self._most * replicas
-        full, rest = divmod(max(self._samples - self._position.start, 0), step)
+        full, rest = divmod(max(self._samples - begin, 0), step)
         if rest == 0 or self.drop_last:
             yield from (step for _ in range(full))
         elif rest < replicas and full and self._most > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dpfuse.integrations.stopping import FitStopping
 from dpfuse.integrations.wrapping import DESCRIPTION, NAME, FabricWrapping, MetricsLogging, TrainerWrapping
 
 try:
@@ -9,13 +10,14 @@ try:
     from lightning_fabric.strategies import DDPStrategy as FabricDDPStrategy
     from pytorch_lightning.callbacks import Callback
     from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
+    from pytorch_lightning.utilities.exceptions import _TunerExitException
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         f"dpfuse.integrations.pytorch_lightning needs the package pytorch_lightning, and there is no module "
         f"{error.name!r}: pip install pytorch_lightning"
     ) from error
 
-__all__ = ["DPFuseFabricStrategy", "DPFuseMetrics", "DPFuseStrategy"]
+__all__ = ["DPFuseFabricStrategy", "DPFuseMetrics", "DPFuseStrategy", "StopTogether"]
 
 
 class DPFuseStrategy(TrainerWrapping, DDPStrategy):
@@ -34,6 +36,25 @@ class DPFuseMetrics(MetricsLogging, Callback):
 
     `Trainer(strategy=DPFuseStrategy(metrics=20), callbacks=[DPFuseMetrics()], log_every_n_steps=20)`
     """
+
+
+class StopTogether(FitStopping, Callback):
+    """Ends the fit of all ranks in the same step if one of them gets a signal, or calls `dpfuse.request_stop`.
+
+    It saves a checkpoint before, for `trainer.fit(ckpt_path=…)`. It leaves out validation, and the hooks at the end of
+    an epoch and of a training; `min_epochs` and `min_steps` do not count. Give it last among the callbacks: what others
+    change after it at the end of a batch is not saved.
+
+    Args:
+        path: of the checkpoint, as for `trainer.save_checkpoint`.
+        signals: as for `dpfuse.stop_on_signals`. During the fit they act in place of Lightning's own handlers, also of
+            those that start a job of Slurm again. An empty tuple leaves all signals to the program.
+
+    Attributes:
+        stopped: whether it has ended the last fit.
+    """
+
+    end_of_fit = _TunerExitException
 
 
 StrategyRegistry.register(NAME, DPFuseStrategy, description=DESCRIPTION, override=True)

@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dpfuse import DistributedDataParallel as OurWrapper
 from dpfuse import patch
 from dpfuse.errors import DPFuseError
+from dpfuse.integrations.counted_loader import counted
 
 __all__ = ["DESCRIPTION", "NAME", "FabricWrapping", "MetricsLogging", "TrainerWrapping"]
 
@@ -22,19 +23,33 @@ class TrainerWrapping:
 
     strategy_name = NAME
 
+    lightning_module: Any
+
     def configure_ddp(self) -> None:
         """Wrap the model."""
         with patch():
             super().configure_ddp()  # type: ignore[misc]  # of DDPStrategy
 
+    def process_dataloader(self, dataloader: object) -> object:
+        """Count the batches of a `ResumableBatchSampler`, so that a fit can go on inside an epoch."""
+        loader = super().process_dataloader(dataloader)  # type: ignore[misc]  # of DDPStrategy
+        return counted(loader, self.lightning_module.trainer)
+
 
 class FabricWrapping:
-    """Placed before Fabric's `DDPStrategy` among the bases of a class."""
+    """Placed before Fabric's `DDPStrategy` among the bases of a class.
+
+    Attributes:
+        model: what `setup_module` has returned last; Fabric hides it in a module of its own.
+    """
+
+    model: DistributedDataParallel
 
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
         """Wrap the module."""
         with patch():
             wrapped: DistributedDataParallel = super().setup_module(module)  # type: ignore[misc]  # of DDPStrategy
+        self.model = wrapped
         return wrapped
 
 

@@ -34,6 +34,7 @@ def test_from_each_position_each_sample_comes_once_in_as_many_batches_on_each_ra
                 sampler = at(seen, length, batch_size, size, rank)
                 parts.append([*sampler])
                 assert len(parts[-1]) == len(sampler)
+                assert sampler.batches_of_epoch == len(at(0, length, batch_size, size, rank))
                 assert all(1 <= len(batch) <= batch_size for batch in parts[-1])
             given = sorted(index for part in parts for batch in part for index in batch)
             assert given == sorted(flat(order)[seen:])

@@ -23,19 +23,15 @@ RATE = 0.1
 class Module(L.LightningModule):
     """Notes the samples of each step."""
 
-    def __init__(self, sampler):
+    def __init__(self):
         super().__init__()
         self.net = Bigrams()
-        self.sampler = sampler
         self.steps = []
 
     def training_step(self, batch):
         self.steps.append(batch["number"].tolist())
         self.trainer.strategy.model.set_gradient_weight(items(batch["labels"]))
         return loss_of(self.net.scores(batch["input_ids"]), batch["labels"])
-
-    def on_train_epoch_end(self):
-        self.sampler.set_epoch(self.current_epoch + 1)  # Lightning tells only samplers of single samples
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), RATE, momentum=0.9)
@@ -46,7 +42,7 @@ def main():
     size = dist.get_world_size()
     data = sentences(9 * size + 1)
     sampler = ResumableBatchSampler(data, 3)
-    module = Module(sampler)
+    module = Module()
     start = alone(module.net, data, [], RATE)
     trainer = L.Trainer(
         strategy="dpfuse",
