@@ -9,22 +9,29 @@ import subprocess
 import sys
 from collections import Counter
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+
+import torch
 
 from dpfuse.checkpoint.folder import read_whole
 from tests.distributed.processes import clean_environment
 from tests.patience import patience
 from tests.stopping.survey.network import EPOCHS, LENGTH
 from tests.stopping.survey.notes import read_notes
-from tests.stopping.survey.trials import Trial
+from tests.stopping.survey.trials import Trial, words_of
 
 __all__ = ["faults_of"]
 
-PROGRAMS = {"plain": "program", "sharded": "program"}
+PROGRAMS = {
+    "plain": "program",
+    "sharded": "program",
+    "lightning": "lightning_program",
+    "trainer": "trainer_program",
+}
 REQUEUE = 85  # the exit code of a job that has stopped
 LIMIT = 120.0  # seconds of one job
 
@@ -49,10 +56,16 @@ def faults_of(trial: Trial) -> list[str]:
 def _job(trial: Trial, folder: Path, part: str, ranks: int, *, with_signal: bool) -> tuple[int | str, str]:
     """Run a job; return its exit code, or "hang", and what it has printed."""
     words = ["--nproc_per_node", str(ranks), "--requeue_exit", str(REQUEUE)]
-    program = ["-m", f"tests.stopping.survey.{PROGRAMS[trial.kind]}", str(folder), part, trial.kind, str(trial.workers)]
-    told = json.dumps(asdict(trial) if with_signal else None)
+    program = ["-m", f"tests.stopping.survey.{PROGRAMS[trial.kind]}"]
     job = subprocess.Popen(
-        [sys.executable, "-m", "dpfuse.launch", *words, *program, told],
+        [
+            sys.executable,
+            "-m",
+            "dpfuse.launch",
+            *words,
+            *program,
+            *words_of(folder, part, trial, with_signal=with_signal),
+        ],
         env=clean_environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -86,11 +99,19 @@ def _faults_of_stop(trial: Trial, folder: Path, notes: list[list[dict[str, Any]]
     saved = [[line["saved"] for line in rank if "saved" in line] for rank in notes]
     if any(each != sorted(set(each)) or each[-1] != step for each in saved):
         faults.append(f"the ranks have saved in steps {saved}, expected each once and step {step} last")
-    newest = max((folder / "checkpoints").glob("step-*.pt"))
-    if read_whole(newest)["step"] != step:
-        faults.append(f"the newest file is {newest.name}, expected that of step {step}")
-    left = [file.name for file in (folder / "checkpoints").iterdir() if file.suffix != ".pt"]
-    return [*faults, *([f"saving has left {left}"] if left else [])]
+    newest = _newest(trial.kind, folder / "checkpoints")
+    return faults if newest == step else [*faults, f"the newest checkpoint is of step {newest}, expected {step}"]
+
+
+def _newest(kind: str, folder: Path) -> int:
+    """The step of the newest checkpoint, which is read whole."""
+    if kind == "lightning":
+        return int(torch.load(folder / "stopped.ckpt", weights_only=False)["global_step"])
+    if kind == "trainer":
+        newest = max(folder.glob("checkpoint-*"), key=lambda path: int(path.name.partition("-")[2]))
+        torch.load(newest / "optimizer.pt", weights_only=True)
+        return int(json.loads((newest / "trainer_state.json").read_text())["global_step"])
+    return int(read_whole(max(folder.glob("step-*.pt")))["step"])
 
 
 def _faults_of_samples(*jobs: list[list[dict[str, Any]]]) -> list[str]:

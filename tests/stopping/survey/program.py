@@ -1,13 +1,7 @@
-"""Trains with or without a sharded optimizer, in windows of two micro-batches, until it is done or all ranks stop.
-
-Arguments: the folder of the trial, "first" or "rest", the kind, the number of workers, and the trial as JSON, or "null"
-for a training without a signal.
-"""
+"""Trains with or without a sharded optimizer, in windows of two micro-batches, until it is done or all ranks stop."""
 
 from __future__ import annotations
 
-import json
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -17,11 +11,10 @@ from torch.utils.data import DataLoader
 import dpfuse
 from dpfuse.data import ResumableBatchSampler
 from tests.stopping.survey.moments import MICRO_BATCHES, arm
-from tests.stopping.survey.network import EPOCHS, LENGTH, WIDTH, Samples, Unordered
+from tests.stopping.survey.network import BATCH, EPOCHS, LENGTH, WIDTH, Samples, Unordered
 from tests.stopping.survey.notes import Notes, hash_of
-from tests.stopping.survey.trials import Trial
+from tests.stopping.survey.trials import Trial, run_trial
 
-BATCH = 4
 SAVES_EACH = 2  # steps
 CAPS = {"comm_buffer_size": 0.004, "last_comm_buffer_size": 0.001}  # several buckets, and others after the first step
 
@@ -77,5 +70,4 @@ def main(folder: Path, part: str, kind: str, workers: int, trial: Trial | None) 
 
 
 if __name__ == "__main__":
-    told = json.loads(sys.argv[5])
-    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4]), told and Trial(**told))
+    run_trial(main)

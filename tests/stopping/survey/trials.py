@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import random
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
-__all__ = ["KINDS", "TRIALS", "Trial"]
+__all__ = ["TRIALS", "Trial", "run_trial", "words_of"]
 
 SEED, COUNT = 56, 60
 TARGETS = ("launcher", "one rank", "all", "one rank twice")
@@ -46,6 +50,18 @@ class Trial:
         )
 
 
+def words_of(folder: Path, part: str, trial: Trial, *, with_signal: bool) -> list[str]:
+    """Return the arguments of a program: it trains the "first" part of a trial, or the "rest"."""
+    return [str(folder), part, trial.kind, str(trial.workers), json.dumps(asdict(trial) if with_signal else None)]
+
+
+def run_trial(main: Callable[[Path, str, str, int, Trial | None], None]) -> None:
+    """Call the function of a program with the arguments that `words_of` has made."""
+    folder, part, kind, workers, trial = sys.argv[1:]
+    told = json.loads(trial)
+    main(Path(folder), part, kind, int(workers), told and Trial(**told))
+
+
 def _trials() -> list[Trial]:
     chosen = random.Random(SEED)
 
@@ -74,6 +90,8 @@ def _possible(row: dict[str, object]) -> dict[str, object]:
         row["source"] = 0  # which writes
     if row["target"] == "all" and row["workers"]:
         row["number"] = "SIGUSR1"  # SIGTERM to every process ends the workers, as torch's own handler wants it
+    if row["kind"] == "trainer":
+        row["rest"] = "as many"  # it goes on inside an epoch with as many ranks only
     if row["rest"] == "as many":
         row["rest"] = row["ranks"]
     return row
