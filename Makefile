@@ -24,7 +24,7 @@ NEED_INTEGRATIONS := accelerate lightning transformers ray torchft
 
 NEED_WHEEL := $(NEED_DEMO) triton build hatchling
 
-demo: need := $(NEED_DEMO)
+demo demo-preempted: need := $(NEED_DEMO)
 wheel: need := $(NEED_WHEEL)
 gpu gpu-questions: need := $(NEED_GPU)
 gpu-questions: MINUTES = 6
@@ -37,11 +37,15 @@ python = $(if $(call has,$(need)),$(PYTHON),.venv/bin/python)
 stamp := .venv/.ready
 ready = @$(if $(call has,$(need)),true,$(MAKE) --no-print-directory $(stamp))
 
-.PHONY: demo wheel test test-all test-clients test-nightly test-public test-torch test-pretended lint bench gpu gpu-questions docs clean
+.PHONY: demo demo-preempted wheel test test-all test-clients test-nightly test-public test-torch test-pretended lint bench gpu gpu-questions docs clean
 
 demo:  ## train a network on real images on two ranks, beside torch's DDP
 	$(ready)
 	$(python) -m dpfuse.launch --nproc_per_node 2 examples/fashion_mnist.py
+
+demo-preempted:  ## stop a training twice by a signal to one rank, go on with another number of ranks, count the samples
+	$(ready)
+	$(python) examples/preempted.py --play
 
 test: lint  ## what .ci/run does: lint, types, tests
 	$(python) -m pytest -m "not gpu and not slow" --timeout 300 --durations=25 $(SIDE_BY_SIDE)

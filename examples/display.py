@@ -1,9 +1,11 @@
-"""The output of the demo: progress during training, and a summary after it."""
+"""The output of the demos: progress during training, and a summary or a curve after it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean
 from time import monotonic
 from types import TracebackType
 
@@ -11,9 +13,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-__all__ = ["Check", "ProgressDisplay", "show_summary"]
+__all__ = ["Check", "ProgressDisplay", "show_curve", "show_summary"]
 
 SECONDS_BETWEEN_LINES = 5.0
+WIDTH, HEIGHT = 72, 10  # of a curve, in characters
 
 
 class ProgressDisplay:
@@ -89,3 +92,27 @@ def show_summary(
     for check in checks:
         result = "[green]passed[/]" if check.passed else "[bold red]FAILED[/]"
         console.print(f"{result}  {check.name}", highlight=False, soft_wrap=True)
+
+
+def show_curve(console: Console, parts: Mapping[str, Sequence[float]]) -> None:
+    """Print the numbers of all parts as one curve, and under it where each part begins.
+
+    Args:
+        console: prints the output.
+        parts: the numbers, by the name of their part. There is at least one.
+    """
+    values = [value for part in parts.values() for value in part]
+    width = min(WIDTH, len(values))
+    edges = [len(values) * column // width for column in range(width + 1)]
+    means = [fmean(values[begin:end]) for begin, end in pairwise(edges)]
+    highest, step = max(means), (max(means) - min(means)) / (HEIGHT - 1) or 1.0
+    rows = [round((highest - mean) / step) for mean in means]
+    names, begin = "", 0
+    for name, part in parts.items():
+        names = names.ljust(begin * width // len(values)) + f"│{name} "
+        begin += len(part)
+    console.print()
+    for row in range(HEIGHT):
+        curve = "".join("•" if at == row else " " for at in rows).rstrip()
+        console.print(f"{highest - row * step:6.3f} {curve}", highlight=False, markup=False, soft_wrap=True)
+    console.print(f"{'':6} {names.rstrip()}", highlight=False, markup=False, soft_wrap=True)

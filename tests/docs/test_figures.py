@@ -36,7 +36,7 @@ SOURCE = re.compile(
     r"|^\$ python -m |^```output",
     re.MULTILINE,
 )
-KINDS = "public-programs|nvidia|slow-ranks|slow-links|alternating|cpu2|curves|demo|predictions|torch-suite"
+KINDS = "public-programs|stop-peers|nvidia|slow-ranks|slow-links|alternating|cpu2|curves|demo|predictions|torch-suite"
 RECORD = re.compile(rf"\b(?:{KINDS})-[\w.-]*\.(?:json|txt)")
 
 
