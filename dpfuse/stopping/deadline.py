@@ -99,7 +99,7 @@ def _time_of(text: str) -> float:
     if not math.isfinite(end):
         raise ValueError(
             f"{VARIABLE} is {text!r}, expected when the job ends: the seconds since the epoch, as `date +%s` prints "
-            "them, or a time such as 2026-12-31T18:00:00+01:00. Mend the variable, or unset it."
+            "them, or a time such as 2026-12-31T18:00:00+01:00. Correct the variable, or unset it."
         )
     return end
 
