@@ -48,8 +48,6 @@ from dpfuse.stopping.reason import StopReason
 __all__ = ["SyncedModule", "Tuned", "loss_scale_of", "sync_of", "time_communication"]
 
 TRACE = "DPFUSE_TRACE"  # the variable that asks for a trace; its package is imported only then
-if os.environ.get(TRACE):  # before the program, or one that it starts, changes its folder
-    os.environ[TRACE] = os.path.abspath(os.environ[TRACE])
 log = logging.getLogger("dpfuse.plan")
 _counted: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()  # wrappers made for a group
 

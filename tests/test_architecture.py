@@ -84,7 +84,7 @@ def breaches(layer: str, allowed: set[str]) -> list[str]:
             {"comm", "engine", "findings", "gradients", "liveness", "loop", "measure", "stopping", "weights"}
             | OPEN_TO_ALL,
         ),
-        ({"liveness", "job"}, {"comm", "engine", "liveness", "job"} | OPEN_TO_ALL),
+        ({"liveness", "job"}, {"comm", "engine", "liveness", "job", "startup"} | OPEN_TO_ALL),
         ({"data"}, {"job"} | OPEN_TO_ALL),
         (
             FACES,

@@ -6,7 +6,7 @@ environment and folder, passes signals on to it, and ends as it ends. A process 
 program that stands for it, and does not end when that one's parent does.
 
 A process is a usual one, with all of torch to import, where it could differ: after options of Python that are not
-known here, and where a variable is set that Python or torch reads early. So is one in which `dpfuse.job.startup` has a
+known here, and where a variable is set that Python or torch reads early. So is one in which `dpfuse.startup` has a
 module act behind `import torch`; where WARM_STARTUP is set, that module acts in a fork, before the program. Standard
 output is UTF-8 in any case. At its end it does all that Python does, but does not take its modules apart, which takes
 as long as most programs.
@@ -36,7 +36,7 @@ OTHERS = ("PYTHONIOENCODING", "PYTHON_EXEC", "OMP_NUM_THREADS", "TORCH_NCCL_", "
 OPTIONS = ("-u", "-B")  # of Python, that are known here
 FILES = 64  # to hand over, at most
 STARTUP = "WARM_STARTUP"
-AT_STARTUP = os.path.join("job", "at_startup")  # the end of the folder that is in PYTHONPATH then
+AT_STARTUP = os.path.join("dpfuse", "at_startup")  # the end of the folder that is in PYTHONPATH then
 
 USUAL = "torch.distributed.run"  # what the launcher needs
 
@@ -330,7 +330,8 @@ def _main() -> None:
     import numpy
     import torch
 
-    for name in ("dpfuse", "torch._dynamo", words[0]):  # the second takes as long as torch, and optimizers import it
+    _ = import_module("dpfuse").DataParallel  # the first use of a name imports all of dpfuse
+    for name in ("torch._dynamo", words[0]):  # the first takes as long as torch, and optimizers import it
         import_module(name)
     request = serve(path, own)
     numpy.random.seed()

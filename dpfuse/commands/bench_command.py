@@ -10,7 +10,8 @@ from dpfuse.commands.chart import save_chart
 from dpfuse.commands.contenders import DEFAULT, TUNED, Sizes
 from dpfuse.commands.ranks import reports_here, run_on_ranks
 from dpfuse.commands.recommendation import recommend
-from dpfuse.commands.report_file import REPORT, buckets_of, make_folder, save_picture, size_of, write_report
+from dpfuse.commands.report_file import buckets_of, save_picture, size_of, write_report
+from dpfuse.commands.report_folder import REPORT, make_folder
 from dpfuse.commands.sweep import Effort, Row, Sweep, sweep
 from dpfuse.commands.user_model import find_factory
 from dpfuse.tune.simulation import table_text

@@ -1,4 +1,4 @@
-"""The command line `dpfuse`: flags, their checks, exit codes. The commands are in `*_command.py`."""
+"""The command line `dpfuse`: flags, their checks, exit codes. The commands are in `*_command.py`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import torch.distributed as dist
 
 from dpfuse.engine.plan import size_in_bytes
 from dpfuse.errors import DPFuseError
@@ -48,7 +46,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return _run(options, arguments)
     except (DPFuseError, KeyboardInterrupt) as error:
-        if dist.is_initialized():
+        distributed = sys.modules.get("torch.distributed")
+        if distributed is not None and distributed.is_available() and distributed.is_initialized():
             raise  # this process is a rank; its launcher names the rank and the exception
         interrupted = isinstance(error, KeyboardInterrupt)
         print(f"dpfuse {options.command}: {'interrupted' if interrupted else error}", file=sys.stderr)
@@ -56,7 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace, arguments: list[str]) -> int:
-    # Each command imports only what it needs, so that `dpfuse plan` starts quickly.
+    # Each command imports only what it needs: `dpfuse run` and `dpfuse diff` need no torch.
     if options.command == "plan":
         from dpfuse.commands.plan_command import show_plan
 

@@ -27,7 +27,7 @@ from dpfuse.engine.plan import MB
 from dpfuse.engine.user_line import user_line
 from dpfuse.findings import OTHER_MODES, OTHER_RATES, OTHER_TENSORS, SAME_BATCHES, WEIGHTS
 from dpfuse.job.descendants import descendants
-from dpfuse.job.startup import OPTIONS
+from dpfuse.startup import OPTIONS
 from dpfuse.weights.finding import TOLD_ELSEWHERE
 
 __all__ = ["start"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shlex
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -18,11 +17,8 @@ from dpfuse.comm.abilities import backend_of
 from dpfuse.comm.collective import group_device
 from dpfuse.commands.machine import machine_facts, software_versions
 from dpfuse.engine.plan import BucketPlan
-from dpfuse.errors import DPFuseError
 
-__all__ = ["REPORT", "SavedRun", "buckets_of", "here", "make_folder", "save_picture", "size_of", "write_report"]
-
-REPORT = "report.json"
+__all__ = ["SavedRun", "buckets_of", "here", "save_picture", "size_of", "write_report"]
 
 
 @dataclass(frozen=True)
@@ -42,20 +38,6 @@ def here() -> SavedRun:
     assert group is not None
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     return SavedRun(now, group.size(), backend_of(group), machine_facts(group_device(group)), software_versions())
-
-
-def make_folder(path: Path) -> None:
-    """Make the folder of the report, before anything is measured.
-
-    Raises:
-        DPFuseError: the folder cannot be made, or a report cannot be written into it.
-    """
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DPFuseError(f"--out: cannot make the folder {str(path)!r}: {error.strerror}; name another") from error
-    if not os.access(path, os.W_OK) or (path / REPORT).is_dir():
-        raise DPFuseError(f"--out: cannot write {REPORT} into the folder {str(path)!r}; name another")
 
 
 def write_report(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dpfuse.errors import DPFuseError
-from dpfuse.job.startup import OPTIONS, REPLACEMENT, startup_variables
+from dpfuse.startup import OPTIONS, REPLACEMENT, startup_variables
 
 __all__ = ["Program", "run"]
 

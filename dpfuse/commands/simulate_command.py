@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from dpfuse.commands.machine import machine_facts, software_versions
-from dpfuse.commands.report_file import SavedRun, make_folder, size_of, write_report
+from dpfuse.commands.report_file import SavedRun, size_of, write_report
+from dpfuse.commands.report_folder import make_folder
 from dpfuse.errors import DPFuseError
 from dpfuse.tune import ALGORITHMS, INSIDE, NETWORKS, Cluster, Connection, ScaledStep, Timeline, scale, scale_text
 from dpfuse.tune.scaling import BEST, DDP, DPFUSE, break_even

@@ -10,7 +10,8 @@ from typing import Any
 
 import dpfuse
 from dpfuse.commands.ranks import build_on_all_ranks, reports_here, run_on_ranks, say
-from dpfuse.commands.report_file import REPORT, SavedRun, buckets_of, here, make_folder, save_picture, write_report
+from dpfuse.commands.report_file import SavedRun, buckets_of, here, save_picture, write_report
+from dpfuse.commands.report_folder import REPORT, make_folder
 from dpfuse.commands.simulate_command import Scaling, report_scaling
 from dpfuse.commands.user_model import Target, find_factory
 from dpfuse.engine.plan import BucketPlan

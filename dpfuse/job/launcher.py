@@ -28,8 +28,8 @@ from dpfuse.job.nodes import MASTER_PORT, Nodes
 from dpfuse.job.paddle_launch_flags import parse, say
 from dpfuse.job.read_environment import LOOPBACK_HOSTS, environment, one_machine_variables
 from dpfuse.job.signals import Signals
-from dpfuse.job.startup import REPLACEMENT, startup_variables
 from dpfuse.job.stopped import all_stopped
+from dpfuse.startup import REPLACEMENT, startup_variables
 
 __all__ = ["main", "run_job"]
 

@@ -2,5 +2,5 @@
 
 Read in this order: `tensor_hash`, `sketch` and `random_state` (what is hashed), `finite` (what is NaN), `phases` (where
 the time goes), `program_hooks` and `tracer` (when), `trace_file` (what a line looks like), `attachment` (the variable
-DPFUSE_TRACE), then `comparison`. Nothing here runs in a process where the variable is not set.
+DPFUSE_TRACE), then `comparison` and `distance`. Nothing here runs in a process where the variable is not set.
 """

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 
 from dpfuse.engine.optimizer_step_hook import call_after_steps, call_before_steps
+from dpfuse.trace.trace_file import VARIABLE
 from dpfuse.trace.tracer import Tracer
 
-__all__ = ["VARIABLE", "process_tracer", "start_tracer", "stop_tracer"]
-
-VARIABLE = "DPFUSE_TRACE"
+__all__ = ["process_tracer", "start_tracer", "stop_tracer"]
 
 _tracer: Tracer | None = None
 _listener: _Listener | None = None

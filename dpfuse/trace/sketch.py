@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -11,7 +9,7 @@ from torch import Tensor
 
 from dpfuse.trace.tensor_hash import inner_tensors
 
-__all__ = ["distance", "signed_sum"]
+__all__ = ["signed_sum"]
 
 CHUNK = 1 << 20  # elements; each takes 16 bytes meanwhile
 
@@ -62,14 +60,3 @@ def _signed_sum_of_rows(tensor: Tensor) -> Tensor:
     width = values[0].numel() if len(values) else 1
     places = (rows[:, None] * width + torch.arange(width, device=values.device)) % CHUNK
     return torch.dot(values.reshape(-1).double(), _signs(values.device)[places.reshape(-1)])
-
-
-def distance(one: Sequence[float], other: Sequence[float]) -> float:
-    """Estimate the distance of two lists of tensors, taken as vectors, from the sums of each tensor.
-
-    Example:
-        >>> from dpfuse.trace.sketch import distance
-        >>> distance([1.0, 5.0], [1.0, 5.0]), distance([0.0, 3.0], [4.0, 0.0])
-        (0.0, 5.0)
-    """
-    return math.sqrt(sum((ours - theirs) ** 2 for ours, theirs in zip(one, other, strict=True)))

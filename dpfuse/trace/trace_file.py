@@ -52,6 +52,7 @@ __all__ = [
     "RESCALED",
     "SKIPPED",
     "STEPPED",
+    "VARIABLE",
     "WEIGHTS",
     "Call",
     "RankTrace",
@@ -61,6 +62,7 @@ __all__ = [
     "read_folder",
 ]
 
+VARIABLE = "DPFUSE_TRACE"  # asks for a trace, and names its folder
 FORMAT = "dpfuse trace 1"
 HELD, LEFT, RESCALED, MODULE_BUFFERS = "held", "left", "rescaled", "module buffers"  # fields of a backward
 HOOKED = "hooked"  # another one

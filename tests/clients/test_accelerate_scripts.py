@@ -10,7 +10,7 @@ import re
 
 import pytest
 
-from dpfuse.job.startup import startup_variables
+from dpfuse.startup import startup_variables
 from tests.commands.side_by_side import REPLACED, python
 from tests.distributed.processes import clean_environment
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from dpfuse.job.startup import startup_variables
+from dpfuse.startup import startup_variables
 from tests.clients.programs import CLIENTS
 from tests.commands.programs import PROGRAMS
 from tests.commands.side_by_side import assert_same, lines_of, python

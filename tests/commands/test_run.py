@@ -15,7 +15,7 @@ from dpfuse.commands import replacement
 from dpfuse.commands.command_line import main
 from dpfuse.commands.run_command import _interpreter_flags
 from dpfuse.errors import LoopWarning, WeightsWarning
-from dpfuse.job.startup import FOLDER, startup_variables
+from dpfuse.startup import FOLDER, startup_variables
 from dpfuse.trace.trace_file import read_folder
 from tests.commands.programs import PROGRAMS
 from tests.commands.side_by_side import REPLACED, assert_same, python
@@ -153,7 +153,7 @@ import os, subprocess, sys
 if sys.argv[1] == "outer":
     sys.exit(subprocess.run([sys.executable, __file__, "inner"]).returncode)
 if sys.argv[1] == "inner":
-    import dpfuse  # before torch
+    from dpfuse import DataParallel  # before torch
 import torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 os.environ["RANK"] = "0"
@@ -182,6 +182,22 @@ def test_processes_of_the_program_are_reached_and_the_message_comes_once(tmp_pat
     assert done.stderr == (
         "dpfuse run: this program has made no DistributedDataParallel on rank 0, so dpfuse has replaced nothing\n"
     )
+
+
+PART_FIRST = """
+from dpfuse.ddp import DistributedDataParallel
+import torch, torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+print(type(torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))) is DistributedDataParallel)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_a_program_may_import_a_part_of_dpfuse_before_torch(tmp_path):
+    (tmp_path / "part_first.py").write_text(PART_FIRST)
+    done = python("-m", "dpfuse", "run", "part_first.py", folder=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
 
 
 SOME_STAY = """
@@ -559,14 +575,14 @@ def test_a_warning_of_all_ranks_is_said_once_for_the_job(words, said, tmp_path):
 WITH_A_WORKER = """
 import multiprocessing, time
 multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,), daemon=True).start()
-print("ready", flush=True)
+print("ready\\n", end="", flush=True)
 time.sleep(1000)
 """
 DROPPED = """
 import time
 class Ends:
     def __del__(self):
-        print("ready", flush=True)
+        print("ready\\n", end="", flush=True)
         time.sleep(1000)  # Python drops an exception that is raised here
 Ends()
 time.sleep(1000)

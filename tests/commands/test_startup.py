@@ -12,7 +12,7 @@ from subprocess import CompletedProcess
 
 import pytest
 
-from dpfuse.job.startup import FOLDER, startup_variables
+from dpfuse.startup import FOLDER, startup_variables
 from tests.commands.side_by_side import REPLACED, python
 from tests.distributed.processes import clean_environment
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dpfuse.trace.sketch import CHUNK, distance, signed_sum
+from dpfuse.trace.distance import distance
+from dpfuse.trace.sketch import CHUNK, signed_sum
 
 
 @pytest.mark.parametrize("shape", [(50, 4), (CHUNK // 4 + 3, 5), (7,)])

@@ -12,6 +12,7 @@ from tests.patience import patience
 
 PROGRAM = """
 import resource, sys, torch
+from dpfuse import DataParallel  # all of dpfuse, as in a program: what is free on the heap depends on it
 from dpfuse.engine.host_memory import keep_freed_memory
 if sys.argv[1] == "kept":
     keep_freed_memory()

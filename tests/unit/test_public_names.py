@@ -7,6 +7,7 @@ The list is `tests/golden/public_names.json`. A change that is meant needs the n
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
 import re
@@ -19,6 +20,7 @@ from typing import Any
 
 import pytest
 
+import dpfuse
 from tests.torch_ddp import TORCH
 
 PACKAGES = [
@@ -137,6 +139,15 @@ def test_the_names_and_signatures_of_a_module_are_those_of_the_stored_list(modul
 
 def test_the_stored_list_has_every_public_module():
     assert sorted(STORED) == sorted(module.__name__ for module in public_modules())
+
+
+def test_type_checkers_see_what_a_program_gets():
+    """The imports are there for them alone; a program gets the names from a table."""
+    tree = ast.parse(Path(dpfuse.__file__).read_text(encoding="utf-8"))
+    (block,) = (node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    seen = {alias.name: str(line.module) for line in block.body for alias in line.names}
+    assert {*seen, "__version__"} == {*dpfuse.__all__}
+    assert {name for name in seen if getattr(dpfuse, name) is not getattr(import_module(seen[name]), name)} == set()
 
 
 def test_a_difference_is_told_by_name():

@@ -17,8 +17,6 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
-
 from dpfuse.commands.doctor.changed_files import MOST, Snapshot, folders_of, snapshot
 from dpfuse.commands.doctor.findings import findings_of, remarks_of
 from dpfuse.commands.doctor.numbers import EXACT_RANKS, judge
@@ -27,9 +25,7 @@ from dpfuse.commands.doctor.report import DoctorReport
 from dpfuse.commands.doctor.runs import TITLES, Plan, Run, run_once
 from dpfuse.commands.doctor.speed import ADVISED, COMPARED, measure, to_try
 from dpfuse.commands.doctor.summary import summary
-from dpfuse.commands.doctor.too_few_steps import too_few_steps
-from dpfuse.commands.machine import machine_facts, software_versions
-from dpfuse.commands.report_file import REPORT, make_folder
+from dpfuse.commands.report_folder import REPORT, make_folder
 from dpfuse.commands.run_command import Program
 from dpfuse.errors import DPFuseError
 
@@ -92,8 +88,7 @@ def doctor(wish: Wish, arguments: list[str]) -> int:
 
 
 def _examined(wish: Wish, folder: Path, arguments: list[str]) -> DoctorReport:
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    ranks = wish.ranks or gpus or RANKS_WITHOUT_GPUS
+    ranks = wish.ranks or _gpus() or RANKS_WITHOUT_GPUS
     deep = max(2, min(DEEP, wish.steps // 4))
     plan = Plan(wish.program, ranks, wish.own_ranks, wish.steps, deep, wish.patience, folder)
     roots = folders_of(wish.program.arguments, wish.out.resolve())
@@ -128,11 +123,17 @@ def _examined(wish: Wish, folder: Path, arguments: list[str]) -> DoctorReport:
         numbers = judge(by["torch"], by["dpfuse"], other, series.read_again())
     compared = [run for run in runs if run.wrapper in COMPARED]
     speed = measure(runs, deep)
+    # Torch takes memory, and seconds of a core, so it is not imported beside the runs.
+    import torch
+
+    from dpfuse.commands.doctor.too_few_steps import too_few_steps
+    from dpfuse.commands.machine import machine_facts, software_versions
+
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     facts: dict[str, Any] = {
         "date": now,
         "ranks": ranks,
-        "machine": machine_facts(torch.device("cuda" if gpus else "cpu")),
+        "machine": machine_facts(torch.device("cuda" if _gpus() else "cpu")),
         "versions": software_versions(),
     }
     findings, remarks = findings_of(compared, speed), remarks_of(compared, speed.link)
@@ -151,6 +152,12 @@ def _examined(wish: Wish, folder: Path, arguments: list[str]) -> DoctorReport:
         interrupted,
         () if failure else too_few_steps([run for run in compared if run.wrapper == "dpfuse"], codes),
     )
+
+
+def _gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 class _Series:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from dpfuse.commands.doctor.runs import Run
 from dpfuse.trace.comparison import Difference, compare, first_setting
-from dpfuse.trace.sketch import distance
+from dpfuse.trace.distance import distance
 from dpfuse.trace.trace_file import NOT_FINITE, SKIPPED, RankTrace
 
 __all__ = ["EXACT_RANKS", "Numbers", "curve_of", "judge", "losses_of"]

@@ -19,7 +19,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from torch.optim.optimizer import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler
 
 from dpfuse.commands.doctor.call_notes import CallNotes
+from dpfuse.commands.doctor.order import DONE, ORDER, OVER, UNWRAPPED, Order, all_done
 from dpfuse.ddp.distributed_data_parallel import DistributedDataParallel
 from dpfuse.ddp.patch import TORCH_INTERNAL, Patch
 from dpfuse.engine.optimizer_step_hook import call_after_steps
@@ -47,11 +48,8 @@ from dpfuse.trace.finite import is_left_out
 from dpfuse.trace.tracer import Tracer
 from dpfuse.tune import Tuning, autotune
 
-__all__ = ["DONE", "ORDER", "OVER", "UNWRAPPED", "Order", "all_done", "start"]
+__all__ = ["start"]
 
-DONE, OVER = "done", "over"  # files: a rank has made its steps, of as many ranks as it says; the doctor has ended all
-UNWRAPPED = "unwrapped"  # how the file of a rank begins that has a character for each step of which no trace has a line
-ORDER = "DPFUSE_DOCTOR_RUN"  # the variable that holds the order as JSON
 SEED = 20261126
 LONGEST_WAIT = 60.0  # seconds for the other ranks at the end
 LOOK = 0.5  # seconds between two looks whether another rank has ended
@@ -64,31 +62,6 @@ TORCH_CLASS: Any = nn.parallel.DistributedDataParallel  # whose constructor is r
 LOADER: Any = DataLoader
 SAMPLER: Any = DistributedSampler
 SCALER: Any = torch.amp.GradScaler
-
-
-@dataclass(frozen=True)
-class Order:
-    """What the doctor wants from one run.
-
-    Args:
-        folder: for what the ranks write.
-        wrapper: "torch", "dpfuse", "narrow" (dpfuse that sends 16 bits), "tuned" (dpfuse with its tuner) or "torch
-            buckets" (torch with other buckets).
-        steps: of an optimizer, after which the processes end.
-        deep: steps with hashes of all gradients, in the beginning.
-        own_ranks: whether the program starts the ranks, so that it has a process with code behind their end.
-    """
-
-    folder: str
-    wrapper: str
-    steps: int
-    deep: int
-    own_ranks: bool = False
-
-    def variables(self) -> dict[str, str]:
-        """Return the variables that carry it to the program."""
-        return {ORDER: json.dumps(asdict(self)), "DPFUSE_DOCTOR": "1"}
-
 
 _observer: _Observer | None = None
 
@@ -473,12 +446,6 @@ class _Notes(logging.Handler):
         text = record.getMessage()
         code = CODE.match(text)
         self._pass_on("log", record.name, code[0] if code else "", text)
-
-
-def all_done(folder: Path) -> bool:
-    """Return whether all ranks of a run have made their steps."""
-    done = list(folder.glob(f"{DONE}*"))
-    return bool(done) and len(done) >= int(done[0].read_text())
 
 
 def _caller() -> str:

@@ -15,12 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dpfuse.commands.doctor.observer import DONE, OVER, UNWRAPPED, Order, all_done
+from dpfuse.commands.doctor.order import DONE, OVER, UNWRAPPED, Order, all_done
 from dpfuse.commands.run_command import Program
 from dpfuse.errors import DPFuseError
-from dpfuse.job.startup import startup_variables
-from dpfuse.trace.attachment import VARIABLE
-from dpfuse.trace.trace_file import RankTrace, read_folder
+from dpfuse.startup import startup_variables
+from dpfuse.trace.trace_file import VARIABLE, RankTrace, read_folder
 
 __all__ = ["TITLES", "TUNING", "Plan", "Run", "run_once"]
 

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 
 from dpfuse.commands.doctor.not_finite import first_not_finite
-from dpfuse.commands.doctor.observer import Order
+from dpfuse.commands.doctor.order import Order
 from dpfuse.commands.doctor.runs import OBSERVER, Plan, run_once
 from dpfuse.commands.run_command import Program
-from dpfuse.job.startup import startup_variables
+from dpfuse.startup import startup_variables
 from dpfuse.trace.trace_file import read_folder
 from tests.distributed.processes import clean_environment, run
 

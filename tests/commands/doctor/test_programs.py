@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from dpfuse import DistributedDataParallel
-from dpfuse.commands.doctor.observer import Order
+from dpfuse.commands.doctor.order import Order
 from dpfuse.commands.doctor.runs import OBSERVER
 from dpfuse.commands.doctor.summary import LINES
-from dpfuse.job.startup import startup_variables
+from dpfuse.startup import startup_variables
 from tests.commands.programs import PROGRAMS
 from tests.commands.test_run import python
 from tests.distributed.processes import all_gone, clean_environment, family, free_port, start

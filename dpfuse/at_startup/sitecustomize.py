@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__: list[str] = []
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
-PACKAGE = os.path.dirname(os.path.dirname(FOLDER))
+PACKAGE = os.path.dirname(FOLDER)
 WATCHED = "torch"
 CLASS_MODULE, CLASS = "torch.nn.parallel.distributed", "DistributedDataParallel"
 # Python leaves frames of this file out of tracebacks of imports, and of the places of warnings.

@@ -25,7 +25,7 @@ def startup_variables(module: str, environ: Mapping[str, str]) -> dict[str, str]
         environ: the variables that the program would have without these.
 
     Example:
-        >>> from dpfuse.job.startup import startup_variables
+        >>> from dpfuse.startup import startup_variables
         >>> variables = startup_variables("my.module", {"PYTHONPATH": "/models"})
         >>> variables["DPFUSE_STARTUP"], variables["PYTHONPATH"].endswith("at_startup:/models")
         ('my.module', True)
