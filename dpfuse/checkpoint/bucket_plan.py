@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
+from dpfuse.comm import votes
 from dpfuse.engine.phase import IDLE
 from dpfuse.engine.plan import BucketPlan
 from dpfuse.engine.sync import GradSync
@@ -24,33 +27,31 @@ def saved_plan(model: nn.Module) -> dict[str, Any] | None:
     return {"made_for": _made_for(grads.plan), "buckets": [list(bucket.params) for bucket in grads.plan.buckets]}
 
 
-def use_saved_plan(model: nn.Module, saved: dict[str, Any]) -> None:
-    """Use these buckets from the first backward on; to be called on every rank, of as many as have saved them.
+def use_saved_plan(model: nn.Module, saved: dict[str, Any], group: dist.ProcessGroup) -> None:
+    """Use these buckets from the first backward on. Call it on every rank, of as many as have saved them.
 
-    Nothing changes where a backward has planned the buckets again already, and for another model or other options.
+    Where a rank cannot use them, since its model or its options differ or a backward has planned its buckets already,
+    all ranks keep their own.
 
     Args:
         model: before its first backward.
         saved: what `saved_plan` has returned.
+        group: of the model.
 
     Raises:
         DPFuseError: a rank has no memory for them; on every rank.
     """
     grads = _planned_again(model)
-    if grads is None or grads.reducer.rebuilt or grads.reducer.change or grads.reducer.phase is not IDLE:
-        return
-    if saved["made_for"] != _made_for(grads.plan):
-        return
-    before = grads.plan
-    plan = plan_from_groups(before.specs, saved["buckets"])
-    grads.use_plan(
-        replace(
-            plan,
-            comm_buffer_size=before.comm_buffer_size,
-            last_comm_buffer_size=before.last_comm_buffer_size,
-            rule=before.rule,
-        )
+    usable = (
+        grads is not None
+        and not (grads.reducer.rebuilt or grads.reducer.change)
+        and grads.reducer.phase is IDLE
+        and saved["made_for"] == _made_for(grads.plan)
     )
+    if votes.agree_on_text("", group, "the buckets of a checkpoint", ready=usable).ready:
+        assert grads is not None
+        plan = plan_from_groups(grads.plan.specs, saved["buckets"])
+        grads.use_plan(replace(grads.plan, buckets=plan.buckets, tuned=True))
 
 
 def _planned_again(model: nn.Module) -> GradSync | None:
@@ -64,4 +65,5 @@ def _planned_again(model: nn.Module) -> GradSync | None:
 
 def _made_for(plan: BucketPlan) -> str:
     params = [(spec.name, tuple(spec.shape), spec.dtype, spec.sparse) for spec in plan.specs]
-    return repr((params, plan.comm_buffer_size, plan.last_comm_buffer_size, plan.rule))
+    kinds = sorted({torch.device(spec.device).type for spec in plan.specs})
+    return repr((params, kinds, plan.comm_buffer_size, plan.last_comm_buffer_size, plan.rule))

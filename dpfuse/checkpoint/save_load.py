@@ -75,8 +75,9 @@ def save_checkpoint(
     """Save a training between two steps, in `folder/step-<step>.pt`; every rank calls it.
 
     Rank 0 writes the file under another name, flushes it to the disk and renames it, so that a kill at any moment loses
-    no checkpoint. The other ranks wait for it. The file holds the states that the arguments name, and the random states
-    of every rank (torch, the current GPU, `random`, NumPy). `torch.load(path, weights_only=True)` can read it.
+    no checkpoint. The other ranks wait for it. The file holds the states that the arguments name, the buckets, and the
+    random states of every rank (torch, the current GPU, `random`, NumPy). `torch.load(path, weights_only=True)` can
+    read it.
 
     Args:
         folder: made if it does not exist; only rank 0 uses it.
@@ -153,7 +154,7 @@ def save_checkpoint(
             content |= {"optimizer": state, "optimizer_type": optimizer_class(optimizer)}
         if extra is not None:
             content["extra"] = extra
-        if (plan := saved_plan(model)) is not None:
+        if (plan := saved_plan(_wrapper_in(model))) is not None:
             content["plan"] = plan
         return write_step(Path(folder), number, {**content, "ranks": parts}, keep)
 
@@ -175,6 +176,7 @@ def load_checkpoint(
 
     Rank 0 reads the file and sends it to the others, so all ranks load the same content, or none loads anything. A file
     that is cut short or has flipped bits causes a warning and is renamed to `….damaged`; the file before it is loaded.
+    As many ranks with the same options go on with the buckets of the file, and so with the same bits.
 
     Args:
         path: the folder that was given to `save_checkpoint`, or a file in it. If the folder does not exist or has no
@@ -254,9 +256,10 @@ def load_checkpoint(
         return Checkpoint(content["step"], where, content.get("extra"))
 
     loaded = _together(apply, group, what)
-    same_ranks = group is not None and group is _group_of(model, None) and group.size() == len(content["ranks"])
-    if "plan" in content and same_ranks:
-        use_saved_plan(model, content["plan"])
+    if "plan" in content and group is not None and group.size() == len(content["ranks"]):
+        wrapper = _wrapper_in(model)
+        if isinstance(wrapper, SyncedModule) and wrapper._group is group:
+            use_saved_plan(wrapper, content["plan"], group)
     return loaded
 
 
@@ -296,7 +299,14 @@ def _together(
     return result
 
 
+def _wrapper_in(model: nn.Module) -> nn.Module:
+    """The module inside that of `torch.compile`, or the model itself."""
+    inner = model._modules.get("_orig_mod")
+    return model if inner is None else inner
+
+
 def _group_of(model: nn.Module, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    model = _wrapper_in(model)
     if group is None and isinstance(model, SyncedModule):
         return model._group
     if group is None and isinstance(model, TorchDistributedDataParallel):

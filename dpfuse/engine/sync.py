@@ -223,6 +223,7 @@ class GradSync:
         assert self.reducer.phase is IDLE
         assert not self.reducer.change
         assert plan.specs == self.plan.specs
+        self.reducer.accumulation.release()
         self.reducer.adopt(votes.agree_on_success(lambda: self._remade(plan), self.group, "a plan"))
 
     def set_hook(self, hook: CommHook) -> None:
@@ -295,7 +296,7 @@ class GradSync:
             self.reducer.in_use.hidden = bool(hidden)
             if any(feature.keeps_buckets for feature in self._assembly.features):
                 return self.reducer.in_use.remade(self.reducer.buckets, marks=counts)
-            keeps = self.plan.tuned or self._assembly.settings.deterministic
+            keeps = self.plan.tuned or not self.plans_again
             one_machine = not several_machines
             plan = self.plan if keeps else rebuild_plan(self.plan, votes.order_in(order), one_machine=one_machine)
             return self._remade(plan, counts)

@@ -24,14 +24,15 @@ class CountedLoader:
     """
 
     def __init__(self, loader: DataLoader[Any], trainer: Any) -> None:
-        vars(self).update(_loader=loader, _position=loader.batch_sampler, _trainer=trainer)
+        vars(self).update(_loader=loader, _position=loader.batch_sampler, _trainer=trainer, _goes_on=False)
 
     _loader: DataLoader[Any]
     _position: ResumableBatchSampler
     _trainer: Any
+    _goes_on: bool  # whether a position was loaded, from which the next epoch goes on
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("_loader", "_position", "_trainer"):  # of an object that is being copied
+        if name in ("_loader", "_position", "_trainer", "_goes_on"):  # of an object that is being copied
             raise AttributeError(name)
         return getattr(self._loader, name)
 
@@ -44,9 +45,11 @@ class CountedLoader:
         return self
 
     def set_epoch(self, epoch: int) -> None:
-        """Go on to an epoch. The position of a later one stays: it was loaded, or the epoch of now has ended."""
-        if epoch > self._position.epoch:
+        """Begin an epoch, or go on in the one whose position was loaded just now."""
+        if not self._goes_on:
+            self._position.set_epoch(epoch + 1)  # that of now would go on where an earlier fit has left it
             self._position.set_epoch(epoch)
+        vars(self)["_goes_on"] = False
 
     def __len__(self) -> int:
         """The number of batches in a whole epoch: Lightning's own count goes on where it was."""
@@ -69,6 +72,9 @@ class CountedLoader:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go to a saved position."""
         self._position.load_state_dict(state_dict)
+        vars(self)["_goes_on"] = True
+        if len(self._trainer.fit_loop._combined_loader.flattened) > 1:
+            return  # the Trainer counts the batches of all loaders together
         # Batches of another number of ranks have another size, so another number of them lies before the position.
         before = len(self) - (len(self._loader) if self._position.seen else 0)
         done = self._trainer.fit_loop.epoch_loop.batch_progress.current
@@ -78,5 +84,7 @@ class CountedLoader:
 
 def counted(loader: Any, trainer: Any) -> Any:
     """Return this loader, counted if it trains with a `ResumableBatchSampler`."""
+    if isinstance(loader, CountedLoader):  # Lightning puts them into a CombinedLoader of the program
+        loader = loader._loader
     has_position = isinstance(getattr(loader, "batch_sampler", None), ResumableBatchSampler)
     return CountedLoader(loader, trainer) if has_position and trainer.training else loader

@@ -39,21 +39,7 @@ class DPFuseMetrics(MetricsLogging, Callback):
 
 
 class StopTogether(FitStopping, Callback):
-    """Ends the fit of all ranks in the same step if one of them gets a signal, or calls `dpfuse.request_stop`.
-
-    It saves a checkpoint before, for `trainer.fit(ckpt_path=…)`. It leaves out validation, and the hooks at the end of
-    an epoch and of a training; `min_epochs` and `min_steps` do not count. Give it last among the callbacks: what others
-    change after it at the end of a batch is not saved.
-
-    Args:
-        path: of the checkpoint, as for `trainer.save_checkpoint`.
-        signals: as for `dpfuse.stop_on_signals`. During the fit they act in place of Lightning's own handlers, also of
-            those that start a job of Slurm again. An empty tuple leaves all signals to the program.
-
-    Attributes:
-        stopped: whether it has ended the last fit.
-    """
-
+    __doc__ = FitStopping.__doc__
     end_of_fit = _TunerExitException
 
 

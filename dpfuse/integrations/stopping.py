@@ -11,18 +11,29 @@ from typing import Any
 
 from torch import nn
 
-from dpfuse import DistributedDataParallel, agree_to_stop, stop_on_signals
+from dpfuse import stop_on_signals
 from dpfuse.errors import DPFuseError
+from dpfuse.stopping.deadline import GRACE
+from dpfuse.stopping.knowledge import own_reason, tell_program
+from dpfuse.wrapper import SyncedModule
 
-__all__ = ["USUAL", "FitStopping", "check", "install", "stop_requested"]
+__all__ = ["GRACE", "USUAL", "FitStopping", "Signals", "check", "install", "listed", "stop_requested"]
 
 USUAL = ("SIGTERM", "SIGUSR1")
 
 
-def install(signals: Sequence[str | int], handlers: ExitStack) -> None:
+Signals = Sequence[str | int] | str | int
+
+
+def install(signals: Signals, grace: float, handlers: ExitStack) -> None:
     """Install the handlers of these signals, if there are any; closing `handlers` takes them off."""
-    if signals:
-        handlers.enter_context(stop_on_signals(*signals))
+    if several := listed(signals):
+        handlers.enter_context(stop_on_signals(*several, grace=grace))
+
+
+def listed(signals: Signals) -> tuple[str | int, ...]:
+    """Return the signals that one of them or several were given as."""
+    return (signals,) if isinstance(signals, (str, int)) else tuple(signals)
 
 
 def check(model: nn.Module, ranks: int) -> None:
@@ -31,20 +42,26 @@ def check(model: nn.Module, ranks: int) -> None:
     Raises:
         DPFuseError: there are several, and another library averages their gradients.
     """
-    wrapped = getattr(model, "_orig_mod", model)
-    if ranks > 1 and not isinstance(wrapped, DistributedDataParallel):
+    wrapped = _wrapper(model)
+    if ranks > 1 and not isinstance(wrapped, SyncedModule):
         raise DPFuseError(
             f"StopTogether was given to a Trainer of {ranks} ranks whose model is a {type(wrapped).__name__}, expected "
-            "a dpfuse.DistributedDataParallel, which tells all ranks of a stop. Let the Trainer wrap the model in it."
+            'a wrapper of dpfuse, which tells all ranks of a stop. Pass strategy="dpfuse" to the Trainer of Lightning, '
+            "and call that of transformers under dpfuse.patch()."
         )
 
 
 def stop_requested(model: nn.Module) -> bool:
     """Whether a rank has asked all ranks to stop."""
-    wrapped = getattr(model, "_orig_mod", model)
-    if isinstance(wrapped, DistributedDataParallel):
+    wrapped = _wrapper(model)
+    if isinstance(wrapped, SyncedModule):
         return wrapped.stop_requested
-    return agree_to_stop()  # of one rank: its own wish
+    return tell_program(own_reason()) is not None  # one rank, which may be one of a larger job
+
+
+def _wrapper(model: nn.Module) -> nn.Module:
+    wrapped: nn.Module = getattr(model, "_orig_mod", model)
+    return wrapped
 
 
 def _do_nothing(number: int, frame: FrameType | None) -> None:
@@ -52,17 +69,30 @@ def _do_nothing(number: int, frame: FrameType | None) -> None:
 
 
 class FitStopping:
-    """Placed before a Trainer's `Callback` among the bases of a class.
+    """Ends the fit of all ranks in the same step if one of them gets a signal, or calls `dpfuse.request_stop`.
+
+    It saves a checkpoint before, for `trainer.fit(ckpt_path=…)`. It leaves out validation, and the hooks at the end of
+    an epoch and of a training; `min_epochs` and `min_steps` do not count. Give it last among the callbacks: what others
+    do after it at the end of that batch is left out as well.
+
+    Args:
+        path: of the checkpoint, as for `trainer.save_checkpoint`.
+        signals: as for `dpfuse.stop_on_signals`. During the fit they replace Lightning's own handlers, also those that
+            start a job of Slurm again. An empty tuple leaves all signals to the program.
+        grace: as for `dpfuse.stop_on_signals`. Lightning's checkpoints are not measured: give four times what one
+            takes.
 
     Attributes:
-        end_of_fit: the exception by which a callback ends a fit of Lightning without an error.
+        stopped: whether it has ended the last fit.
     """
 
+    # The exception by which a callback ends a fit of Lightning without an error. A class that has `Callback` as its
+    # second base gives it.
     end_of_fit: type[Exception]
 
-    def __init__(self, path: str | PathLike[str], signals: Sequence[str | int] = USUAL) -> None:
+    def __init__(self, path: str | PathLike[str], signals: Signals = USUAL, grace: float = GRACE) -> None:
         super().__init__()
-        self.path, self.signals = path, tuple(signals)
+        self.path, self.signals, self.grace = path, listed(signals), grace
         self.stopped = False
         self._handlers = ExitStack()
         self._step = 0  # the last one that has ended
@@ -78,11 +108,11 @@ class FitStopping:
             return
         if (method := getattr(trainer.strategy, "_start_method", "popen")) != "popen":
             raise DPFuseError(
-                f"StopTogether was given to a Trainer that starts its ranks with start_method={method!r}, expected a "
-                "program of each rank. Leave start_method out."
+                f"StopTogether was given to a Trainer that starts its ranks as functions (start_method={method!r}), "
+                "expected a program of each rank. Leave start_method out."
             )
         self.stopped = False
-        install(self.signals, self._handlers)
+        install(self.signals, self.grace, self._handlers)
         if signal.SIGTERM in self.signals or "SIGTERM" in self.signals:
             # Lightning's handler sends a broadcast, so it hangs if one rank alone has got the signal. It calls ours
             # after it.
@@ -102,6 +132,7 @@ class FitStopping:
         before, self._step = self._step, trainer.global_step
         if self._step != before and stop_requested(trainer.strategy.model):
             self.stopped = True
+            pl_module.on_train_batch_end(outputs, batch, batch_idx)  # which Lightning calls after the callbacks
             self._save(trainer)
             raise self.end_of_fit
 
@@ -119,6 +150,7 @@ class FitStopping:
             # As Lightning counts before it saves at the end of an epoch. Else it would not count the next one.
             batches.increment_completed()
             fit.epoch_progress.increment_processed()
+            fit.epoch_loop._batches_that_stepped += 1  # the step of loggers
         trainer.save_checkpoint(self.path)
 
     def _uninstall(self, trainer: Any) -> None:

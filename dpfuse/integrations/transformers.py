@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from dpfuse.integrations.stopping import USUAL, check, install, stop_requested
+from dpfuse.integrations.stopping import GRACE, USUAL, Signals, check, install, listed, stop_requested
 from dpfuse.integrations.token_weights import TokenWeights
 
 try:
@@ -33,13 +32,16 @@ class StopTogether(TrainerCallback):
     Args:
         trainer: whose training ends.
         signals: as for `dpfuse.stop_on_signals`; during the training. An empty tuple leaves all signals to the program.
+            After an exception in the training their handlers stay until the next one.
+        grace: as for `dpfuse.stop_on_signals`. The Trainer's checkpoints are not measured: give four times what one
+            takes.
 
     Attributes:
         stopped: whether it has ended the last training.
     """
 
-    def __init__(self, trainer: Trainer, signals: Sequence[str | int] = USUAL) -> None:
-        self.trainer, self.signals = trainer, tuple(signals)
+    def __init__(self, trainer: Trainer, signals: Signals = USUAL, grace: float = GRACE) -> None:
+        self.trainer, self.signals, self.grace = trainer, listed(signals), grace
         self.stopped = False
         self._handlers = ExitStack()
 
@@ -52,7 +54,7 @@ class StopTogether(TrainerCallback):
         check(self.trainer.model_wrapped, self.trainer.accelerator.num_processes)
         self.stopped = False
         self._handlers.close()  # of a training that an exception has ended
-        install(self.signals, self._handlers)
+        install(self.signals, self.grace, self._handlers)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """If a rank has asked all ranks to stop, let the Trainer save and end."""

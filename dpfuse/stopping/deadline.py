@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import os
+from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from time import monotonic, time
 
+from dpfuse.engine.user_line import warn_at_user
 from dpfuse.stopping.reason import DEADLINE
 from dpfuse.stopping.wish import wish
 
@@ -18,6 +20,8 @@ VARIABLE = "DPFUSE_DEADLINE"
 OF_SLURM = "SLURM_JOB_END_TIME"
 GRACE = 30.0  # seconds: Kubernetes and Slurm leave so many after SIGTERM, unless they are told otherwise
 UNTIL_SAVED = 1 / 4  # of the grace: what the first checkpoint is expected to take
+EARLIEST = 1e9  # in September 2001; a smaller number is a date, such as 20261231
+TURNS = 8  # that are remembered
 STEPS = 3  # this one, on a GPU the next one, in which all ranks hear of it, and one to spare
 MARGIN = 1.5  # a checkpoint may take so many times as long as the last one
 
@@ -26,30 +30,44 @@ class Deadline:
     """When this process must have stopped, and how long a checkpoint takes before that.
 
     Attributes:
-        grace: seconds that the cluster leaves between its signal and the end.
-        reads_slurm: whether the end of the job that Slurm tells counts.
         end: in seconds since the epoch; infinity where it is not known.
     """
 
     def __init__(self) -> None:
-        self.grace = GRACE
-        self.reads_slurm = False
         self.end = math.inf
+        self._graces: list[float] = []  # of the handlers that are installed
         self._saving: float | None = None  # seconds of the last checkpoint, once there is one
 
+    def open(self, grace: float) -> None:
+        """Count the end of the job that Slurm tells, too, until `close`.
+
+        Args:
+            grace: seconds that the cluster leaves between its signal and the end. The largest one counts.
+
+        Raises:
+            ValueError: as `read`; then nothing has changed.
+        """
+        self.end = _end_of_job(with_slurm=True)
+        self._graces.append(grace)
+
+    def close(self, grace: float) -> None:
+        """End what `open` has begun with this grace."""
+        self._graces.remove(grace)
+        with suppress(ValueError):  # which the next wrapper raises
+            self.read()
+
     def read(self) -> None:
-        """Read from the environment when the job ends: the earlier time, if there are two.
+        """Read from the environment when the job ends.
 
         Raises:
             ValueError: `DPFUSE_DEADLINE` is no time.
         """
-        ends = [math.inf]
-        if text := os.environ.get(VARIABLE):
-            ends.append(_time_of(text))
-        slurm = os.environ.get(OF_SLURM, "") if self.reads_slurm else ""
-        if slurm.isdecimal():
-            ends.append(float(slurm))
-        self.end = min(ends)
+        self.end = _end_of_job(with_slurm=bool(self._graces))
+        if self.end <= time():
+            warn_at_user(
+                f"the deadline of this job, {self}, has passed, so each training stops after its first step; expected "
+                f"a later one. Set {VARIABLE} anew where the job starts, or unset it."
+            )
 
     @contextmanager
     def saving(self) -> Iterator[None]:
@@ -60,7 +78,7 @@ class Deadline:
 
     def is_near(self, step: float) -> bool:
         """Whether it is time to stop, where a step takes so many seconds."""
-        saving = self.grace * UNTIL_SAVED if self._saving is None else self._saving
+        saving = max(self._graces, default=GRACE) * UNTIL_SAVED if self._saving is None else self._saving
         return time() + STEPS * step + MARGIN * saving > self.end
 
     def __str__(self) -> str:
@@ -70,22 +88,35 @@ class Deadline:
 class DeadlineWatch:
     """Asks all ranks to stop where the deadline is near. It measures the steps of one loop itself.
 
-    A step takes as long as the shorter of the last two, since one of them may hold an evaluation.
+    A step takes as long as the second longest of the last turns. One of them may hold an evaluation, and a step may
+    have several turns, of which all but one are short.
     """
 
     def __init__(self) -> None:
         self._began: float | None = None
-        self._last = 0.0
+        self._turns: deque[float] = deque(maxlen=TURNS)
 
     def look(self) -> None:
-        """Look once in each step. Where no deadline is known, this is one comparison."""
+        """Look in each turn. Where no deadline is known, this is one comparison."""
         if deadline.end == math.inf:
             return
         now = monotonic()
-        before, self._last = self._last, 0.0 if self._began is None else now - self._began
+        if self._began is not None:
+            self._turns.append(now - self._began)
         self._began = now
-        if deadline.is_near(min(before, self._last)):
+        if deadline.is_near(sorted(self._turns)[-2] if len(self._turns) > 1 else 0.0):
             wish.make(DEADLINE, str(deadline))
+
+
+def _end_of_job(*, with_slurm: bool) -> float:
+    """The earlier one of the times that the environment tells."""
+    ends = [math.inf]
+    if text := os.environ.get(VARIABLE):
+        ends.append(_time_of(text))
+    slurm = os.environ.get(OF_SLURM, "") if with_slurm else ""
+    if slurm.isdecimal():
+        ends.append(float(slurm))
+    return min(ends)
 
 
 def _time_of(text: str) -> float:
@@ -93,10 +124,10 @@ def _time_of(text: str) -> float:
         end = float(text)
     except ValueError:
         try:
-            end = datetime.fromisoformat(text).timestamp()
+            end = datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()
         except ValueError:
             end = math.nan
-    if not math.isfinite(end):
+    if not EARLIEST < end < math.inf:
         raise ValueError(
             f"{VARIABLE} is {text!r}, expected when the job ends: the seconds since the epoch, as `date +%s` prints "
             "them, or a time such as 2026-12-31T18:00:00+01:00. Correct the variable, or unset it."

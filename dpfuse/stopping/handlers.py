@@ -26,9 +26,8 @@ def stop_on_signals(*signals: str | int, grace: float = GRACE) -> StopSignals:
     it, and should not end the process. The first SIGINT (Ctrl-C) asks; each further one raises KeyboardInterrupt.
     Processes that this one forks, such as workers of a DataLoader, ask nothing.
 
-    In a job of Slurm (`SLURM_JOB_END_TIME`), and where `DPFUSE_DEADLINE` says when the job ends, this process also asks
-    without a signal: when three more steps, and one and a half times what the last `dpfuse.save_checkpoint` took, would
-    end too late.
+    This process also asks without a signal where it knows when the job ends: from `DPFUSE_DEADLINE`, or from Slurm
+    (`SLURM_JOB_END_TIME`). It asks once three steps, and 1.5 times the last `dpfuse.save_checkpoint`, no longer fit in.
 
     Args:
         signals: names or numbers; none means "SIGTERM" and "SIGUSR1".
@@ -84,9 +83,8 @@ class StopSignals:
     """
 
     def __init__(self, numbers: list[int], grace: float) -> None:
-        self._deadline_before = deadline.grace, deadline.reads_slurm
-        deadline.grace, deadline.reads_slurm = grace, True
-        deadline.read()
+        deadline.open(grace)
+        self._grace = grace
         self._process = os.getpid()
         self._closed = False
         self._came: set[int] = set()
@@ -103,8 +101,7 @@ class StopSignals:
         for number, before in self._before.items():
             if signal.getsignal(number) == self._note:
                 signal.signal(number, before)
-        deadline.grace, deadline.reads_slurm = self._deadline_before
-        deadline.read()
+        deadline.close(self._grace)
 
     def __enter__(self) -> StopSignals:
         return self

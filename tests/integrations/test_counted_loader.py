@@ -24,9 +24,10 @@ class Count:
         self.ready += number
 
 
-def trainer_after(batches):
+def trainer_after(batches, loaders=1):
     loop = SimpleNamespace(batch_progress=SimpleNamespace(current=Count(batches)))
-    return SimpleNamespace(training=True, fit_loop=SimpleNamespace(epoch_loop=loop))
+    fit_loop = SimpleNamespace(epoch_loop=loop, _combined_loader=SimpleNamespace(flattened=[None] * loaders))
+    return SimpleNamespace(training=True, fit_loop=fit_loop)
 
 
 def made(batch_size=2, replicas=2, trained=0, **loading):
@@ -89,6 +90,35 @@ def test_an_epoch_that_lightning_has_left_is_not_gone_on_with():
     _, batches = taken(loader, 1)
     assert batches == [[0, 2]]
     del iterator
+
+
+def test_another_fit_of_the_same_loader_begins_at_the_begin():
+    """As after `lr_find`, or in a sweep."""
+    loader = made()
+    first, batches = taken(loader, 3)
+    loader.sampler.set_epoch(0)
+    second, again = taken(loader, 3)
+    assert batches == again == [[0, 2], [4, 6], [8, 10]]
+    del first, second
+
+
+def test_several_loaders_leave_the_count_to_lightning():
+    """It counts the batches of all of them together, so none of them says where it was."""
+    loader = made()
+    iterator, _ = taken(loader, 2)
+    rest = made(replicas=1, trained=3)
+    vars(rest)["_trainer"] = trainer_after(3, loaders=2)
+    rest.load_state_dict(loader.state_dict())
+    assert rest._trainer.fit_loop.epoch_loop.batch_progress.current.ready == 3
+    del iterator
+
+
+def test_a_loader_is_counted_once():
+    """Lightning puts what the strategy has made of a loader into the program's CombinedLoader."""
+    loader = made()
+    again = counted(loader, trainer_after(0))
+    assert type(again._loader) is DataLoader
+    assert len([batch.tolist() for batch in again]) == 5
 
 
 def test_whatever_else_is_asked_the_loader_answers():

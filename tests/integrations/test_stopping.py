@@ -77,24 +77,26 @@ def trainer_of(**strategy):
 
 def test_a_stop_that_is_known_inside_a_window_waits_for_its_end():
     """As it is after `dpfuse.agree_to_stop()` in a validation."""
-    saved = []
+    saved, ended = [], []
+    module = SimpleNamespace(on_train_batch_end=lambda outputs, batch, number: ended.append(number))
     trainer, stop = trainer_of(), Stopping("stopped.ckpt")
     trainer.save_checkpoint = saved.append
     stop.on_train_start(trainer, None)
     dpfuse.request_stop()
     try:
-        stop.on_train_batch_end(trainer, None, None, None, 0)
+        stop.on_train_batch_end(trainer, module, None, None, 0)
         assert (saved, stop.stopped) == ([], False)
         trainer.global_step += 1
         with pytest.raises(EndOfFitError):
-            stop.on_train_batch_end(trainer, None, None, None, 1)
+            stop.on_train_batch_end(trainer, module, None, None, 1)
+        assert ended == [1]  # the module's own hook, which Lightning would call after the callbacks
     finally:
         dpfuse.forget_stop()
     assert (saved, stop.stopped) == (["stopped.ckpt"], True)
 
 
 def test_ranks_that_lightning_starts_as_functions_are_refused():
-    with pytest.raises(dpfuse.DPFuseError, match="start_method='spawn', expected a program of each rank"):
+    with pytest.raises(dpfuse.DPFuseError, match=r"\(start_method='spawn'\), expected a program of each rank"):
         Stopping("stopped.ckpt").setup(trainer_of(_start_method="spawn"), None, "fit")
 
 

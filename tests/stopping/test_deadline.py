@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
@@ -17,7 +18,10 @@ from dpfuse.stopping import knowledge
 from dpfuse.stopping.deadline import Deadline, DeadlineWatch, deadline
 from dpfuse.stopping.wish import wish
 
-pytestmark = pytest.mark.filterwarnings("ignore:there is no process group")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:there is no process group"),
+    pytest.mark.filterwarnings("ignore:the deadline of this job"),
+]
 
 
 class Clock:
@@ -45,7 +49,7 @@ def pretended(now: float = 1000.0) -> Iterator[Clock]:
         with (
             mock.patch.object(module, "time", clock),
             mock.patch.object(module, "monotonic", clock),
-            mock.patch.dict(deadline.__dict__),
+            mock.patch.dict(deadline.__dict__, {"_graces": []}),
             mock.patch.object(knowledge, "_deadline", DeadlineWatch()),
         ):
             yield clock
@@ -53,10 +57,18 @@ def pretended(now: float = 1000.0) -> Iterator[Clock]:
         dpfuse.forget_stop()
 
 
+def end_at(end: float, grace: float = 0.0) -> None:
+    """Let the job end then."""
+    deadline.open(grace)
+    deadline.end = end
+
+
 @pytest.fixture
 def clock() -> Iterator[Clock]:
+    before = signal.getsignal(signal.SIGUSR1)
     with pretended() as clock:
         yield clock
+    signal.signal(signal.SIGUSR1, before)
 
 
 def steps_until_asked(clock: Clock, seconds: list[float]) -> int | None:
@@ -68,6 +80,12 @@ def steps_until_asked(clock: Clock, seconds: list[float]) -> int | None:
             return step
         clock.now += each
     return None
+
+
+def test_several_looks_in_a_step_count_as_one(clock: Clock) -> None:
+    """As with two backwards of one model in each step."""
+    end_at(1500.0)
+    assert steps_until_asked(clock, [0.1, 59.9] * 20) in (11, 12)  # 330 to 360 of 500 seconds are over, 180 are needed
 
 
 def test_without_a_deadline_nothing_asks(clock: Clock) -> None:
@@ -85,7 +103,7 @@ def test_without_a_deadline_nothing_asks(clock: Clock) -> None:
 def test_it_asks_when_three_steps_and_a_checkpoint_would_end_too_late(
     clock: Clock, saving: float | None, first: int
 ) -> None:
-    deadline.grace, deadline.end = 32.0, 1100.0
+    end_at(1100.0, grace=32.0)
     if saving is not None:
         with deadline.saving():
             clock.now += saving
@@ -95,7 +113,7 @@ def test_it_asks_when_three_steps_and_a_checkpoint_would_end_too_late(
 
 
 def test_a_checkpoint_that_fails_tells_nothing_of_its_time(clock: Clock) -> None:
-    deadline.grace, deadline.end = 0.0, 1010.0
+    end_at(1010.0)
     with pytest.raises(OSError, match="full"), deadline.saving():
         clock.now += 9
         raise OSError("full")
@@ -105,7 +123,7 @@ def test_a_checkpoint_that_fails_tells_nothing_of_its_time(clock: Clock) -> None
 
 def test_one_long_step_is_no_reason(clock: Clock) -> None:
     """It may hold an evaluation. Steps that stay long are one."""
-    deadline.grace, deadline.end = 0.0, 1500.0
+    end_at(1500.0)
     assert steps_until_asked(clock, [300.0, *[1.0] * 10, 100.0, *[1.0] * 10]) is None
     clock.now = 1000.0
     assert steps_until_asked(clock, [100.0] * 5) == 3
@@ -128,7 +146,7 @@ def test_the_variable_is_a_time(monkeypatch: pytest.MonkeyPatch, text: str, end:
     assert read.end == end
 
 
-@pytest.mark.parametrize("text", ["soon", "nan", "inf", "12:00", "2026-13-01"])
+@pytest.mark.parametrize("text", ["soon", "nan", "inf", "12:00", "2026-13-01", "20261231", "2026", "-5"])
 def test_another_text_is_refused_where_a_model_is_wrapped(
     monkeypatch: pytest.MonkeyPatch, clock: Clock, text: str
 ) -> None:
@@ -143,16 +161,51 @@ def test_slurm_counts_for_programs_that_ask_for_it(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("SLURM_JOB_END_TIME", "1500")
     dpfuse.DataParallel(nn.Linear(2, 2))
     assert deadline.end == math.inf
-    with dpfuse.stop_on_signals("SIGUSR1", grace=60):
-        assert (deadline.end, deadline.grace) == (1500.0, 60.0)
-        monkeypatch.setenv("DPFUSE_DEADLINE", "1400")
+    with dpfuse.stop_on_signals("SIGUSR1"):
+        assert deadline.end == 1500.0
+        monkeypatch.setenv("DPFUSE_DEADLINE", "2001-09-09T01:46:41Z")
         dpfuse.DataParallel(nn.Linear(2, 2))
-        assert deadline.end == 1400.0
+        assert deadline.end == 1500.0
+        monkeypatch.setenv("SLURM_JOB_END_TIME", "1900000000")
+        dpfuse.DataParallel(nn.Linear(2, 2))
+        assert deadline.end == 1000000001.0
         monkeypatch.delenv("DPFUSE_DEADLINE")
-    assert (deadline.end, deadline.grace) == (math.inf, 30.0)
+    assert deadline.end == math.inf
     monkeypatch.setenv("SLURM_JOB_END_TIME", "UNKNOWN")
     with dpfuse.stop_on_signals("SIGUSR1"):
         assert deadline.end == math.inf
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_handlers_that_are_closed_in_any_order_forget_the_end_of_the_job(
+    monkeypatch: pytest.MonkeyPatch, clock: Clock, order: tuple[int, int]
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "1500")
+    both = [dpfuse.stop_on_signals("SIGUSR1", grace=grace) for grace in (60, 10)]
+    both[order[0]].close()
+    assert deadline.end == 1500.0
+    clock.now = 1490.0
+    assert deadline.is_near(0.0) == (order[0] == 1)  # a quarter of 60, one and a half times
+    both[order[1]].close()
+    assert deadline.end == math.inf
+
+
+def test_a_call_that_fails_changes_nothing(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "1500")
+    monkeypatch.setenv("DPFUSE_DEADLINE", "soon")
+    with pytest.raises(ValueError, match="DPFUSE_DEADLINE"):
+        dpfuse.stop_on_signals("SIGUSR1")
+    monkeypatch.delenv("DPFUSE_DEADLINE")
+    dpfuse.DataParallel(nn.Linear(2, 2))
+    assert deadline.end == math.inf
+
+
+def test_a_deadline_that_has_passed_is_told_of(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+    """It stops each training after its first step, as where a variable was set long before."""
+    monkeypatch.setenv("DPFUSE_DEADLINE", "1000000001")
+    clock.now = 1000000002.0
+    with pytest.warns(UserWarning, match="the deadline of this job, 2001-09-09 .* has passed, so each training stops"):
+        dpfuse.DataParallel(nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize(
@@ -176,7 +229,7 @@ def trained(rank, size, folder):
         model = dpfuse.DataParallel(nn.Linear(4, 2))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         if rank == 1:
-            deadline.grace, deadline.end = 8.0, 1100.0
+            end_at(1100.0, grace=8.0)
         for step in range(100):
             with model.no_sync():
                 model(torch.ones(3, 4)).sum().backward()
@@ -198,7 +251,7 @@ def test_all_ranks_stop_in_time_where_one_of_them_knows_the_end(ranks, tmp_path)
 
 def alone(clock: Clock) -> int:
     model = dpfuse.DataParallel(nn.Linear(4, 2))  # which reads the environment
-    deadline.grace, deadline.end = 0.0, 1050.0
+    end_at(1050.0)
     for step in range(100):
         if model.stop_requested:
             return step
@@ -211,7 +264,7 @@ def test_a_process_without_a_group_stops_in_time(clock: Clock) -> None:
 
 
 def test_a_loop_without_a_backward_stops_in_time(clock: Clock) -> None:
-    deadline.grace, deadline.end = 0.0, 1050.0
+    end_at(1050.0)
     batch = 0
     while not dpfuse.agree_to_stop():
         clock.now += 1

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import dpfuse
@@ -25,7 +28,13 @@ class Unordered(nn.Module):
         return inputs
 
 
+def compiled(module):
+    """What `torch.compile` returns is a module around the wrapper; this back end compiles nothing."""
+    return torch.compile(dpfuse.DataParallel(module, **CAPS), backend="eager")
+
+
 WRAPPERS = {
+    "compiled": compiled,
     "DataParallel": lambda module, **options: dpfuse.DataParallel(module, **{**CAPS, **options}),
     "DistributedDataParallel": lambda module: dpfuse.DistributedDataParallel(module, bucket_cap_mb=0.004),
     "float8": lambda module: dpfuse.DataParallel(module, wire_dtype=torch.float8_e4m3fn, **CAPS),
@@ -117,6 +126,66 @@ def test_buckets_are_taken_only_where_the_same_ones_would_come_again(ranks, tmp_
     assert ranks(layouts, str(tmp_path), case) == [expected] * 2
     file = torch.load(next(tmp_path.glob("*.pt")), weights_only=True)
     assert ("plan" in file) == (case != "saved before the first step")
+
+
+def one_cannot(rank, size, folder):
+    """On rank 1 a backward has planned the buckets again already; the first ones of rank 0 stay until its own does."""
+    saved = made("DataParallel")
+    train(*saved, rank, 0, 1)
+    dpfuse.save_checkpoint(folder, *saved, step=1)
+    model, optimizer = made("DataParallel")
+    before = model.bucket_plan.layout
+    model.reducer.rebuilt = rank == 1
+    dpfuse.load_checkpoint(folder, model, optimizer)
+    model.reducer.rebuilt = False
+    same = model.bucket_plan.layout == before
+    train(model, optimizer, rank, 1, 2)
+    return same, model.bucket_plan.layout == saved[0].bucket_plan.layout
+
+
+def test_all_ranks_keep_their_buckets_if_one_of_them_cannot_use_those_of_the_file(ranks, tmp_path):
+    assert ranks(one_cannot, str(tmp_path)) == [(True, True)] * 2
+
+
+def over_a_pair(rank, size, folder):
+    """Ranks 1 and 2 train, as a group of their own."""
+    pair = dist.new_group([1, 2])
+    if rank == 0:
+        return True
+    saved = made("DataParallel", group=pair)
+    train(*saved, rank, 0, 1)
+    dpfuse.save_checkpoint(folder, *saved, step=1)
+    again = made("DataParallel", group=pair)
+    dpfuse.load_checkpoint(folder, *again)
+    return again[0].bucket_plan.layout == saved[0].bucket_plan.layout
+
+
+def test_a_group_of_some_ranks_goes_on_with_its_buckets(ranks, tmp_path):
+    assert ranks(over_a_pair, str(tmp_path), size=3) == [True] * 3
+
+
+def inside_a_window(rank, size, folder):
+    """What has accumulated in the buckets before a file is loaded is averaged with what comes after it."""
+    gradients = []
+    for loads in (False, True):
+        saved = made("DataParallel")
+        train(*saved, rank, 0, 1)
+        dpfuse.save_checkpoint(folder, *saved, step=int(loads))
+        model, optimizer = made("DataParallel", accumulate_in_buckets=True)
+        model.load_state_dict(saved[0].state_dict())
+        with model.no_sync():
+            model(torch.full((2, 17), rank + 1.0)).sum().backward()
+        if loads:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                dpfuse.load_checkpoint(folder, model, optimizer)
+        model(torch.ones(2, 17)).sum().backward()
+        gradients.append([param.grad.tolist() for param in model.parameters()])
+    return gradients[0] == gradients[1]
+
+
+def test_loading_inside_a_window_loses_nothing_that_has_accumulated(ranks, tmp_path):
+    assert ranks(inside_a_window, str(tmp_path)) == [True] * 2
 
 
 def on_other_ranks(rank, size, folder):

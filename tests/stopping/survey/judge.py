@@ -97,7 +97,7 @@ def _faults_of_stop(trial: Trial, folder: Path, notes: list[list[dict[str, Any]]
     step, reason = told.pop()
     faults = [] if f"got {trial.number}" in reason else [f"the reason is {reason!r}, expected {trial.number}"]
     saved = [[line["saved"] for line in rank if "saved" in line] for rank in notes]
-    if any(each != sorted(set(each)) or each[-1] != step for each in saved):
+    if any(each != sorted(set(each)) or each[-1:] != [step] for each in saved):
         faults.append(f"the ranks have saved in steps {saved}, expected each once and step {step} last")
     newest = _newest(trial.kind, folder / "checkpoints")
     return faults if newest == step else [*faults, f"the newest checkpoint is of step {newest}, expected {step}"]

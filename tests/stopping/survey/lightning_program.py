@@ -32,9 +32,11 @@ class Module(pl.LightningModule):
         super().__init__()
         self.net = Unordered(dropout=0.0)
         self.notes, self.trial, self.folder = notes, trial, folder
+        self.stepped, self.trained = 0, []
 
     def on_train_start(self) -> None:
         """Arm the moment, once the handlers are installed."""
+        self.stepped = self.trainer.global_step
         self.wrapper = (self.trainer.strategy.model,)  # in a tuple it is no module of this one
         if self.trial is not None:
             arm(self.trial, self.net, self.folder)
@@ -42,8 +44,14 @@ class Module(pl.LightningModule):
     def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         """Return the loss."""
         indices, inputs = batch
-        self.notes.write(epoch=self.current_epoch, samples=indices.tolist())
+        self.trained += indices.tolist()
         return self.net(inputs).square().mean()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Note the samples of a step that is made. Those of a window that is left would be missing."""
+        if self.trainer.global_step > self.stepped:
+            self.notes.write(epoch=self.current_epoch, samples=self.trained)
+            self.stepped, self.trained = self.trainer.global_step, []
 
     def validation_step(self, batch: tuple[Tensor, Tensor]) -> None:
         """Evaluate."""

@@ -50,11 +50,13 @@ class Model(nn.Module):
         self.net = Unordered(dropout=0.0)
         self.notes = notes
         self.state: Any = None  # of the Trainer
+        self.epoch, self.trained = 0, []
 
     def forward(self, index: Tensor, inputs: Tensor) -> dict[str, Tensor]:
         """Return the loss, as the Trainer wants it."""
         if self.training:
-            self.notes.write(epoch=int(self.state.epoch), samples=index.tolist())
+            self.epoch = int(self.state.epoch)
+            self.trained += index.tolist()
         outputs = self.net(inputs)
         return {"loss": outputs.square().mean(), "logits": outputs}
 
@@ -76,6 +78,11 @@ class Begin(TrainerCallback):
         self.model.state = state
         if self.trial is not None:
             arm(self.trial, self.model.net, self.folder)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Note the samples of a step that is made. Those of a window that is left would be missing."""
+        self.model.notes.write(epoch=self.model.epoch, samples=self.model.trained)
+        self.model.trained = []
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """As the callback of the Trainer."""
