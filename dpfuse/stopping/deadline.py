@@ -66,7 +66,7 @@ class Deadline:
         if self.end <= time():
             warn_at_user(
                 f"the deadline of this job, {self}, has passed, so each training stops after its first step; expected "
-                f"a later one. Set {VARIABLE} anew where the job starts, or unset it."
+                f"a later one. Set {VARIABLE} again where the job starts, or unset it."
             )
 
     @contextmanager

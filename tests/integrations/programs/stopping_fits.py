@@ -73,11 +73,14 @@ class Module(pl.LightningModule):
         return [optimizer], [each_step]
 
 
-def fit(name, module, accumulate=1, resume=False, how=None):
-    """Fit two epochs. Return the callback, the steps that were trained in all, and the handlers that are left."""
+def training_loader():
     data = sentences(SAMPLES)
-    sampler = ResumableBatchSampler(data, BATCH)
-    loader = DataLoader(data, batch_sampler=sampler, collate_fn=together, num_workers=0)
+    return DataLoader(data, batch_sampler=ResumableBatchSampler(data, BATCH), collate_fn=together, num_workers=0)
+
+
+def fit(name, module, accumulate=1, resume=False, how=None, loader=None):
+    """Fit two epochs. Return the callback, the steps that were trained in all, and the handlers that are left."""
+    loader = training_loader() if loader is None else loader
     path = FOLDER / f"{name}.ckpt"
     stop = ours.StopTogether(path)
     saving = pl.callbacks.ModelCheckpoint(FOLDER / name, save_last=True, save_top_k=-1, monitor="val_loss")
@@ -156,6 +159,18 @@ def stopped_twice():
     assert same(parts[-1], undisturbed)
 
 
+def one_loader_again():
+    """A fit that does not go on from a file begins at the first batch, wherever an earlier one has left the loader."""
+    first, again, third = Module((USR1, "train 2")), Module(), Module()
+    for loader in (training_loader(), pl.utilities.CombinedLoader(training_loader(), "max_size_cycle")):
+        for module in (first, again, third):
+            module.batches.clear()
+            fit("again", module, how={"max_epochs": 1}, loader=loader)
+        assert again.batches[:3] == first.batches
+        assert again.batches == third.batches
+        assert len(again.batches) == BATCHES // dist.get_world_size()
+
+
 def refused():
     """Without dpfuse's wrapper no rank would hear of a stop."""
     trainer = pl.Trainer(
@@ -185,6 +200,7 @@ def cases():
     interrupted("interval", (USR1, "train 3"), at=4, how={"max_epochs": 2, "val_check_interval": 2})
     interrupted("steps", (USR1, f"train {per_epoch - 1}"), at=per_epoch, how={"max_steps": 2 * per_epoch})
     stopped_twice()
+    one_loader_again()
     if dist.get_world_size() > 1:
         refused()
 
