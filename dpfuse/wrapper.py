@@ -618,7 +618,7 @@ class SyncedModule(nn.Module):
     def _gradients(self) -> Measurable:
         return Gradients((), self.module.parameters()) if self._sync is None else self._sync.gradients()
 
-    def observe(self, times: Watcher | None) -> None:
+    def _observe(self, times: Watcher | None) -> None:
         """Report how each bucket travels to `times`; None ends that. `dpfuse.time_communication` uses it."""
         if self._sync is not None:
             self._sync.grads.listening.observe(times)
@@ -776,9 +776,9 @@ def time_communication(model: SyncedModule) -> Iterator[CommunicationTimes]:
     """
     check_wrapped(model, "time_communication")
     times = CommunicationTimes()
-    model.observe(times)
+    model._observe(times)
     try:
         yield times
     finally:
-        model.observe(None)
+        model._observe(None)
         times.finish()

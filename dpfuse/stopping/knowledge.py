@@ -101,7 +101,7 @@ def forget_stop() -> None:
     """Forget that this process has asked to stop, and what its models have heard.
 
     Call it on all ranks between the same two steps. A process that goes on after a stop needs it: a notebook, a sweep
-    over many trainings.
+    over many trainings. Where the job is about to end, the next backward asks again.
 
     Example:
         >>> import dpfuse

@@ -219,7 +219,7 @@ class _Observer:
         if steps == self._order.deep and not self._times and self._order.wrapper == "dpfuse":
             for wrapper in self._wrappers:
                 times = CommunicationTimes()
-                wrapper.observe(times)
+                wrapper._observe(times)
                 self._times.append(times)
         if steps == self._order.deep and not self._tunings and self._order.wrapper == "tuned":
             self._tunings = [autotune(wrapper, RECORDED) for wrapper in self._wrappers]

@@ -88,12 +88,12 @@ def any_schedule(rank, size, runs, options):
             # The first backward, whose order settles the buckets, has its delays like all others but those of run 0.
             model = dpfuse.DataParallel(Delayed(), None, 0.004, 0.0001, **options)
         stamps = Stamps()
-        model.observe(stamps)
+        model._observe(stamps)
         model.module.delays = np.random.default_rng([run, rank]) if run else None
         model.zero_grad()
         with exchanges_told_to(stamps):
             model(x).square().sum().backward()
-        model.observe(None)
+        model._observe(None)
         grads = torch.cat([param.grad.flatten() for param in model.parameters()])
         bits.add(hashlib.sha256(grads.numpy().tobytes()).hexdigest())
         if run % RUNS_PER_WRAPPER:
