@@ -83,7 +83,7 @@ class CallWeights(Watcher):
         """Return what this rank says in the vote: the hash that the last step has written, if any. Waits for it."""
         pairs = self._pairs.tolist()
         found = sum(int(one) << place for place, (one, _) in enumerate(pairs))
-        return found | any(pairs[0]) * HASHED | self._check.question.due * DUE
+        return found | any(pairs[0]) * HASHED | self._check.is_expected * DUE
 
     def compared(self, numbers: Sequence[int], params: Iterable[Tensor]) -> None:
         """Take what the ranks have said in the vote of this call, before gradients are averaged.

@@ -78,7 +78,7 @@ class WeightsCheck(Feature):
 
     Attributes:
         known: parameters that are known to differ, by name; each with the averaged backward of which that is known.
-        question: what differs. All ranks know when it is due.
+        question: what differs. A rank that has seen a difference asks.
         off: why weights are not compared any more; empty while they are.
     """
 
@@ -97,7 +97,7 @@ class WeightsCheck(Feature):
     ) -> None:
         self.known: dict[str, int] = {}
         self.off = ""
-        self.question = Question("weights", self.examine)
+        self.question = Question("weights", self._answer)
         self._suspicion = Question("weights that a rank suspects", self._examine_soon)
         self._suspected = False  # whether a rank has, so that the next examination tells
         self._cause = ""  # what this rank has seen
@@ -133,6 +133,8 @@ class WeightsCheck(Feature):
         self._before_backward: Tensor | None = None
         self._noticed = 0  # the averaged backward in which hashes differed
         self._ignored = 0  # deliveries whose comparison tells nothing new
+        # Averaged backwards until what ranks hear was asked after the last examination: on a GPU they hear it late.
+        self._older = 0
         # A code, a text and what becomes of it, to be told once gradients are delivered.
         self._found: tuple[str, str, Level] | None = None
         self._false_alarms = 0
@@ -162,6 +164,8 @@ class WeightsCheck(Feature):
     def backward_begins(self, *, sync: bool, announced: bool) -> None:
         """As `Watcher.backward_begins`: a rank without inputs makes no steps, so it says nothing of its weights."""
         self._stepped_inside = False
+        if sync and self._older:
+            self._older -= 1
         if sync and self._averages.without_inputs:
             self._say_nothing()
         if self._after_step is not None and self._before_backward is None:
@@ -182,16 +186,21 @@ class WeightsCheck(Feature):
         if self._ignored:
             self._ignored -= 1
         elif report.differs:
-            self.question.due = True
+            self.question.asks = True  # It is not due: on a GPU a rank whose backward has failed does not know of it.
             self._noticed = completed - late
         elif compared is not None:
             number, hashed_at = compared
             self._equal[number] = hashed_at
         if self.known and completed % LOOK_AGAIN == 0:
-            self.question.due = True
+            self.question.asks = True
         if self._stepped_inside:
             self._try(self._hash_behind_step)
         self._tell_found()
+
+    @property
+    def is_expected(self) -> bool:
+        """Whether an examination follows, as far as this rank knows."""
+        return self.question.due or self.question.asks
 
     # --- Around a step ---
 
@@ -214,7 +223,7 @@ class WeightsCheck(Feature):
             if (
                 self._empty
                 and self._version() == self._made_for
-                and not self.question.due
+                and not self.is_expected
                 and completed != self._hashed_at
             ):
                 self._hashed_at, self._turn, self._empty = completed, self._turn + 1, self._empty - 1
@@ -241,7 +250,7 @@ class WeightsCheck(Feature):
 
     def _hash_behind_step(self, hashing: Hashing, pairs: Tensor) -> None:
         completed = self._averages.completed
-        if self.question.due:
+        if self.is_expected:
             self._after_step, self._before_backward = hashing.each(), None
         if completed != self._hashed_at:  # else the slice is hashed again, since a step has run inside of this one
             self._hashed_at = completed
@@ -345,9 +354,15 @@ class WeightsCheck(Feature):
         rank = self._group.rank()
         log.info("rank %d: %s", rank, text, extra={"rank": rank})
 
+    def _answer(self) -> None:
+        """A rank expects an examination; every rank has heard of it in this backward."""
+        if not self._older:
+            self.examine()
+
     def examine(self) -> None:
         """Find what differs; to be called on every rank in the backward in which all do so."""
-        self.question.due = False
+        self.question.due = self.question.asks = False
+        self._older = 2 if self._report is not None and self._report.late else 0
         hashing, device = self.prepare(), collective.group_device(self._group)
         takes_part = not (self.off or self._averages.without_inputs)
         moments = self._after_step, self._before_backward
@@ -445,7 +460,7 @@ class WeightsCheck(Feature):
         self.known, self._meant = {}, set()
         # Ranks count slices by their own steps, of which one without inputs makes none. Averages are common to all.
         self._turn, self._hashed_at, self._empty = self._averages.completed, -1, 0
-        self.question.due = self._suspicion.asks = self._suspected = False
+        self.question.due = self.question.asks = self._suspicion.asks = self._suspected = False
         self._cause = ""
         self._after_step = self._before_backward = self._found = None
         self._ignored = 1 if self._report is None or not self._report.late else 2
