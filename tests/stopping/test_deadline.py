@@ -49,7 +49,7 @@ def pretended(now: float = 1000.0) -> Iterator[Clock]:
         with (
             mock.patch.object(module, "time", clock),
             mock.patch.object(module, "monotonic", clock),
-            mock.patch.dict(deadline.__dict__, {"_graces": []}),
+            mock.patch.dict(deadline.__dict__, {"_graces": [], "_saving": None}),
             mock.patch.object(knowledge, "_deadline", DeadlineWatch()),
         ):
             yield clock
