@@ -95,7 +95,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Return a public name, or a package inside: the first one that is asked for imports all of them."""
+    """Return a public name, or a package inside. The first use of one imports all of them."""
     if name == "autotune":
         from dpfuse.tune import autotune
 
@@ -122,7 +122,7 @@ def _import_all() -> None:
             globals().setdefault(name, value)  # what a program has set itself stays
 
 
-if os.environ.get("DPFUSE_TRACE"):  # before the program, or one that it starts, changes its folder
+if os.environ.get("DPFUSE_TRACE"):  # made absolute now, since a program may change its folder later
     os.environ["DPFUSE_TRACE"] = os.path.abspath(os.environ["DPFUSE_TRACE"])
 if os.environ.get("DPFUSE_STARTUP"):
     # A module of dpfuse acts after `import torch`. No part of dpfuse may be half imported when it does.

@@ -20,8 +20,6 @@ from dpfuse.wrapper import SyncedModule
 __all__ = ["GRACE", "USUAL", "FitStopping", "Signals", "check", "install", "listed", "stop_requested"]
 
 USUAL = ("SIGTERM", "SIGUSR1")
-
-
 Signals = Sequence[str | int] | str | int
 
 
@@ -95,7 +93,7 @@ class FitStopping:
         self.path, self.signals, self.grace = path, listed(signals), grace
         self.stopped = False
         self._handlers = ExitStack()
-        self._step = 0  # the last one that has ended
+        self._step = 0  # the number of the last step that has ended
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Install the handlers of the signals, before Lightning installs its own.
@@ -154,6 +152,6 @@ class FitStopping:
         trainer.save_checkpoint(self.path)
 
     def _uninstall(self, trainer: Any) -> None:
-        trainer._signal_connector.teardown()  # its handlers lie over ours
+        trainer._signal_connector.teardown()  # Lightning has installed its handlers after ours
         vars(trainer._signal_connector).pop("_sigterm_notifier_fn", None)
         self._handlers.close()

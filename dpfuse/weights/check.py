@@ -356,7 +356,7 @@ class WeightsCheck(Feature):
 
     def _answer(self) -> None:
         """A rank expects an examination; every rank has heard of it in this backward."""
-        if not self._older:
+        if self._suspected or not self._older:
             self.examine()
 
     def examine(self) -> None:

@@ -23,7 +23,7 @@ class Order:
             buckets" (torch with other buckets).
         steps: of an optimizer, after which the processes end.
         deep: steps with hashes of all gradients, in the beginning.
-        own_ranks: whether the program starts the ranks, so that it has a process with code behind their end.
+        own_ranks: whether the program starts the ranks, so that code of one of its processes runs after they end.
     """
 
     folder: str

@@ -1,4 +1,4 @@
-"""A checkpoint holds the buckets, so that a training on three ranks goes on with the bits of one that never stopped."""
+"""A checkpoint holds the buckets: so three ranks that resume get the bits of a training without an interruption."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def same(module, other):
 
 
 def interrupted(name, sends, at, accumulate=1, how=None):
-    """Compare a fit that a signal has ended, and the one that goes on, with one that nothing disturbs.
+    """Compare two fits, of which a signal ends the first and the second goes on, with an undisturbed one.
 
     Args:
         at: the step in which the signal is to end it.

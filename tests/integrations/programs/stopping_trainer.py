@@ -115,7 +115,7 @@ def of_all(own):
 
 
 def interrupted(name, sends, at, accumulate=1, when="epoch", kind=DPFuseTrainer):
-    """Compare a training that a signal has ended, and the one that goes on, with one that nothing disturbs.
+    """Compare two trainings, of which a signal ends the first and the second goes on, with an undisturbed one.
 
     Args:
         at: the step in which the signal is to end it.
