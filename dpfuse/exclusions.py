@@ -35,6 +35,11 @@ OF_SUMS = ("deterministic", "accumulate_in_buckets", "error_feedback", "wire_red
 OF_WHOLE = ("grad_norm_in_backward", "metrics", "ShardedOptimizer", "wire of another dtype", "indivisible parameter")
 OF_STEPS = ("GradScaler", "accumulate_in_buckets", "find_unused_parameters")
 PART = "each rank has only a part of the gradients"
+OF_OTHER_SUMS = (
+    *OF_SUMS, "narrow wire", "check_finite", "grad_norm_in_backward", "metrics", "gradient_scale", "mixed_precision",
+    "auto",
+)  # fmt: skip
+OF_CALLS = ("hook", "weight", "ShardedOptimizer", "GradScaler", "autotune", "DTensor", "join", "no_sync")
 LEAVE_ONE = "Leave out one of the two."
 BESIDE_DTENSORS = ("accumulate_in_buckets", "check_finite raises", "grad_norm_in_backward", "metrics")
 EXCLUSIONS = (
@@ -51,6 +56,18 @@ EXCLUSIONS = (
         ("narrow wire",),
         "gradients are added up in float32, in the buffer that travels",
         "Leave out one of the two, or let torch.float32 travel.",
+    ),
+    Exclusion(
+        "fixed_micro_batches",
+        OF_OTHER_SUMS,
+        "gradients are added in one tree, in float32, and divided by the number of micro-batches",
+        "Leave {option} out.",
+    ),
+    Exclusion(
+        "fixed_micro_batches",
+        OF_CALLS,
+        "the gradients of a fixed number of micro-batches are added in one tree",
+        "docs/guide/same_bits.md lists what works beside fixed_micro_batches.",
     ),
     Exclusion("given plan", ("auto",), '"auto" looks for a plan', "Leave plan out, or the size."),
     Exclusion("given plan", ("bucket rule",), "the plan says which parameters travel together", LEAVE_ONE),

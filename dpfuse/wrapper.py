@@ -38,6 +38,7 @@ from dpfuse.model.agreement import agree_on_model
 from dpfuse.model.buffers import BufferKind
 from dpfuse.model.check import check_module
 from dpfuse.model.logs import show_chosen_logs
+from dpfuse.model.micro_loop import common_seed, set_threads
 from dpfuse.model.module_sync import FaceParts, Measurable, ModuleSync
 from dpfuse.model.options import SyncOptions, filled
 from dpfuse.model.transforms import may_have_backward
@@ -128,6 +129,8 @@ class SyncedModule(nn.Module):
                 show_chosen_logs()
                 deadline.read()
                 self._options = self._options.with_plan_read()
+                if self._options.common.get("fixed_micro_batches") is not None:
+                    self._options = replace(self._options, threads=set_threads())
             plan = check_module(self.module, self._options, group)
             if group is not None and fresh:  # else nothing is compared, or it was when the original was made
                 device = torch.device(plan.buckets[0].device)
@@ -141,6 +144,8 @@ class SyncedModule(nn.Module):
         if fresh:
             _warn_of_wrappers_inside(self.module, self._options.ignored)
             self._agreed_buffers = agree_on_model(self.module, plan, self._options, group)
+            if self._options.threads:
+                self._options = replace(self._options, seed=common_seed(group))
         if self._number is None:
             self._number = _counted.setdefault(group, 0)
             _counted[group] += 1
@@ -244,12 +249,55 @@ class SyncedModule(nn.Module):
 
         Source: torch's `DistributedDataParallel.no_sync` and Paddle's; `enabled` is new.
         """
+        if not enabled:
+            yield
+            return
+        sync = self._sync_if_any()
+        if sync is not None:
+            _refuse_no_sync(sync)
         before = self.require_backward_grad_sync
-        self.require_backward_grad_sync = before and not enabled
+        self.require_backward_grad_sync = False
         try:
             yield
         finally:
             self.require_backward_grad_sync = before
+
+    def micro_batches(self, step: int | None = None) -> Iterator[int]:
+        """Deal the micro-batches of a step: loop over this rank's numbers, and run one backward for each.
+
+        Gradients are averaged in the last backward of the loop. Before each micro-batch the global generators of torch,
+        Python and NumPy are seeded by the step and its number, so dropout draws the same on any rank. After the loop
+        they are seeded by the step, the same on all ranks. What a micro-batch computes must depend on the step and its
+        number alone. The step counts loops, and a checkpoint keeps it.
+
+        Args:
+            step: of which the seeds are taken; None is one more than that of the last loop.
+
+        Returns:
+            An iterator over this rank's numbers of `range(fixed_micro_batches)`.
+
+        Raises:
+            DPFuseError: the wrapper has no `fixed_micro_batches`; the last loop was left before its end, a parameter
+                has a gradient already, or the number of threads has changed. And in the loop: a micro-batch had no
+                backward, or two.
+
+        Example:
+            >>> import dpfuse, torch, torch.distributed as dist
+            >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            >>> model = dpfuse.DataParallel(torch.nn.Linear(4, 2), fixed_micro_batches=3)
+            >>> for number in model.micro_batches():
+            ...     model(torch.full((5, 4), number)).sum().backward()
+            >>> model.module.bias.grad
+            tensor([5., 5.])
+            >>> dist.destroy_process_group()
+        """
+        loop = None if self._sync is None else self._sync.micro_loop
+        if loop is None:
+            raise DPFuseError(
+                "micro_batches() was called on a wrapper without fixed_micro_batches, expected a number. Pass for "
+                "example fixed_micro_batches=8 to the wrapper."
+            )
+        return loop.numbers(step)
 
     @property
     def stop_requested(self) -> bool:
@@ -362,6 +410,8 @@ class SyncedModule(nn.Module):
         if sync is None:
             self._require_sync = bool(value)
         else:
+            if value != sync.grads.reducer.require_sync:
+                _refuse_no_sync(sync)
             sync.grads.reducer.require_sync = bool(value)
 
     def _sync_if_any(self) -> ModuleSync | None:
@@ -433,6 +483,8 @@ class SyncedModule(nn.Module):
         """
         if self._sync is not None:
             self._sync.grads.reducer.discard_accumulated()
+            if self._sync.micro_loop is not None:
+                self._sync.micro_loop.throw_away()
 
     def synchronize_weights(self) -> None:
         """Overwrite parameters and buffers with those of rank 0; to be called on all ranks, between backwards.
@@ -684,6 +736,12 @@ class SyncedModule(nn.Module):
         abilities = abilities_of(group, torch.device(self.bucket_plan.buckets[0].device))
         backend = f"{backend_of(group)} ({abilities})" if any(abilities) else backend_of(group)
         return f"rank={group.rank()}, world_size={group.size()}, backend={backend}, buckets=[{buckets}] MB"
+
+
+def _refuse_no_sync(sync: ModuleSync) -> None:
+    """Raise DPFuseError where another loop decides which backwards synchronise."""
+    if sync.micro_loop is not None:
+        refuse("no_sync", f"rank {sync.grads.group.rank()}: no_sync() was called with", sync.in_use)
 
 
 def _warn_of_wrappers_inside(module: nn.Module, ignored: Collection[str]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import lru_cache
@@ -356,20 +356,28 @@ def start_all_gather(row: Tensor, group: dist.ProcessGroup) -> tuple[list[Tensor
     return rows, _called(group.allgather, [rows], [row], AllgatherOptions())
 
 
-def start_all_to_all(parts: Tensor, flat: Tensor, group: dist.ProcessGroup, lengths: Sequence[int] = ()) -> dist.Work:
+def start_all_to_all(
+    parts: Tensor, flat: Tensor, group: dist.ProcessGroup, lengths: Sequence[int] = (), senders: Collection[int] = ()
+) -> dist.Work:
     """Start to send each rank its part of `flat`, and to fill `parts` with what all ranks send here, by rank.
 
     Args:
-        parts: flat; as long as this rank's part, times the number of ranks.
-        flat: of the same dtype.
+        parts: flat; as long as this rank's part, times the number of ranks that send.
+        flat: of the same dtype; empty on a rank that sends nothing.
         group: the ranks.
         lengths: elements of each rank's part, the same on all ranks; empty if the parts are equally long.
+        senders: the ranks that send; empty if all do. Then `lengths` must be given.
 
     Returns:
         The work, which must be waited for.
     """
-    received = [lengths[group.rank()]] * group.size() if lengths else []
-    return _called(group.alltoall_base, parts, flat, received, list(lengths), dist.AllToAllOptions())
+    rank, size = group.rank(), group.size()
+    received = [lengths[rank]] * size if lengths else []
+    sent = list(lengths)
+    if senders:
+        received = [lengths[rank] * (other in senders) for other in range(size)]
+        sent = sent if rank in senders else [0] * size
+    return _called(group.alltoall_base, parts, flat, received, sent, dist.AllToAllOptions())
 
 
 def start_reduce_scatter(own: Tensor, flat: Tensor, group: dist.ProcessGroup) -> dist.Work:

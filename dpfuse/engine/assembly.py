@@ -21,10 +21,12 @@ from dpfuse.engine.exchanges.hooked import AfterHooks, HookedBuffer, HookedRows,
 from dpfuse.engine.exchanges.in_place import InPlace, places_in_place
 from dpfuse.engine.exchanges.ordered import Blocks, OrderedParts, OrderedSum, Rounding
 from dpfuse.engine.exchanges.sparse import SparseRows
+from dpfuse.engine.exchanges.tree import TreeSum
 from dpfuse.engine.feature import Feature
 from dpfuse.engine.feeds.accumulating import Accumulating
 from dpfuse.engine.feeds.at_once import AtOnce
 from dpfuse.engine.feeds.eager import Eager
+from dpfuse.engine.feeds.tree_sums import TreeSums
 from dpfuse.engine.local_part import LocalPart
 from dpfuse.engine.param_spec import ITEM_SIZE
 from dpfuse.engine.plan import MB, Bucket, BucketPlan
@@ -33,6 +35,7 @@ from dpfuse.engine.renewed_memory import RenewedMemory
 from dpfuse.engine.report import Report
 from dpfuse.engine.settings import SyncSettings
 from dpfuse.engine.streams import SideStream, writers_on
+from dpfuse.engine.subtrees import Subtrees
 from dpfuse.engine.torch_private import COUNTS_REFERENCES, Hooks
 
 __all__ = ["Assembly"]
@@ -112,6 +115,7 @@ class _Making:
             make_report is not None
             and self.assembly.hook is None
             and not self._divides
+            and self.assembly.settings.micro_batches is None
             and not last.sparse
             and averaging.dtype in REPORT_DTYPES
             and real_dtype(last.dtype) in REPORT_DTYPES
@@ -137,6 +141,8 @@ class _Making:
         assembly = self.assembly
         if self.assembly.hook is not None:
             return Averaging(real_dtype(bucket.dtype), 1.0)
+        if assembly.settings.micro_batches is not None:
+            return Averaging(real_dtype(bucket.dtype), 1.0)  # the sum is divided
         # Rows are not blocks: sparse gradients are not quantized.
         wire = None if bucket.sparse and assembly.settings.wire.is_fp8 else assembly.settings.wire.dtype
         return averaging_for(bucket.dtype, self.rank_count, assembly.settings.scale, wire)
@@ -146,8 +152,10 @@ class _Making:
         assembly = self.assembly
         if any(type(self.params[index]) is LocalPart for index in bucket.params):
             return False  # a program holds DTensors, and references to what is inside of them are not counted
-        private = not assembly.settings.views and assembly.hook is None and not assembly.settings.accumulates
-        usual = assembly.overlaps and not assembly.settings.registered and COUNTS_REFERENCES
+        settings = assembly.settings
+        taken = settings.accumulates or settings.micro_batches is not None
+        private = not settings.views and assembly.hook is None and not taken
+        usual = assembly.overlaps and not settings.registered and COUNTS_REFERENCES
         on_cpu = self.side is None and torch.device(bucket.device).type == "cpu"
         whole = not self._divides and self._averaging(bucket).dtype == real_dtype(bucket.dtype)
         return private and usual and on_cpu and whole
@@ -178,7 +186,7 @@ class _Making:
             ordered = Blocks(size, getattr(torch, averaging.dtype))
         elif divided is not None:
             pass
-        elif assembly.settings.deterministic or assembly.settings.wire.adds_in_float32(averaging.dtype):
+        elif assembly.settings.keeps_order or assembly.settings.wire.adds_in_float32(averaging.dtype):
             ordered = OrderedParts(size)
         renewed = self._is_renewed(bucket)
         in_place: list[int] = []
@@ -188,8 +196,11 @@ class _Making:
         if in_place:
             in_buffer = InPlace.others(*in_buffer, in_place)
         buffer = self._buffer(*in_buffer, report=report, format=ordered or divided or PLAIN)
+        subtrees = self._subtrees(bucket, buffer)
         if in_place:
             exchange = InPlace(assembly.group, bucket, params, names, in_place)
+        elif subtrees is not None:
+            exchange = TreeSum(assembly.group, subtrees)
         elif ordered is not None:
             exchange = OrderedSum(assembly.group, ordered, self._rounding(order, bucket, buffer))
         else:
@@ -200,13 +211,24 @@ class _Making:
         writers = writers_on(torch.device(bucket.device))
         memory = RenewedMemory(buffer) if renewed else None
         feed: Feed = AtOnce(buffer)
-        if assembly.settings.accumulates:
+        if subtrees is not None:
+            feed = TreeSums(buffer, subtrees, hooks, writers, label)
+        elif assembly.settings.accumulates:
             feed = Accumulating(buffer, hooks, writers, label)
         elif self._packs_eagerly(bucket, buffer):
             feed = Eager(bucket, buffer, hooks, memory)
         delivery = self._delivery(order, bucket, buffer, hooks, report, label, memory)
         parts = self._parts(order, bucket, buffer, feed, exchange, delivery, report)
         return replace(parts, writers=writers)
+
+    def _subtrees(self, bucket: Bucket, buffer: CommBuffer) -> Subtrees | None:
+        """Make the memory in which the gradients of a fixed number of micro-batches are added up, if that is asked."""
+        deal = self.assembly.settings.micro_batches
+        if deal is None:
+            return None
+        slots, dtype = buffer.table.slots, getattr(torch, real_dtype(bucket.dtype))
+        rank, zeros = self.assembly.group.rank(), zeros_on(bucket.device)
+        return Subtrees(deal, rank, buffer.flat.numel(), slots, dtype, zeros)
 
     def _packs_eagerly(self, bucket: Bucket, buffer: CommBuffer) -> bool:
         assembly = self.assembly

@@ -212,7 +212,7 @@ class GradSync:
     @property
     def plans_again(self) -> bool:
         """Whether the order of the first backward decides on the buckets, unless they were given."""
-        return not (self._assembly.settings.deterministic or any(one.keeps_buckets for one in self._assembly.features))
+        return not (self._assembly.settings.keeps_order or any(one.keeps_buckets for one in self._assembly.features))
 
     def use_plan(self, plan: BucketPlan) -> None:
         """Use these buckets of the same parameters from the next backward on; to be called on every rank.

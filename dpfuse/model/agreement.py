@@ -41,7 +41,9 @@ def agree_on_model(
         "\n".join(lines), group, "the wrapped module", "Build the same model with the same options everywhere."
     )
     device = next(iter(params.values())).device
-    prepare_group(group, [device], options.wire, options.common["deterministic"], options.common["stall_timeout"])
+    common = options.common
+    ordered = common["deterministic"] or common["fixed_micro_batches"] is not None
+    prepare_group(group, [device], options.wire, ordered, common["stall_timeout"])
     buffers = _settled_buffers(module, options, group)
     sent = {id(buffers.found[name]): buffers.found[name] for name in buffers.agreed}  # once, however often they occur
     send_tensors([*params.values(), *(sent.values() if options.send_buffers_at_start else ())], group)

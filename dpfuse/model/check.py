@@ -18,6 +18,7 @@ from dpfuse.engine.param_spec import describe_parameters, grad_dtype_of
 from dpfuse.engine.plan import DEFAULT_SIZE, BucketPlan, plan_buckets
 from dpfuse.engine.user_line import warn_at_user
 from dpfuse.model.divided import check_divided, words_of_division
+from dpfuse.model.micro_loop import check_micro_batches
 from dpfuse.model.plan_file import fitted, given_plan, plan_digest
 from dpfuse.version import __version__
 
@@ -102,6 +103,8 @@ def check_module(
                 f"parameter {spec.name!r} has sparse gradients of dtype {spec.dtype}; expected real ones. Build its "
                 "embedding with sparse=False."
             )
+    if (count := options.common["fixed_micro_batches"]) is not None:
+        check_micro_batches(module, count, plan, group)
     return plan
 
 
@@ -143,8 +146,8 @@ def _check_alone(trainable: Mapping[str, nn.Parameter], options: SyncOptions) ->
             if other.alone or options.wants_params_alone:
                 raise ValueError(
                     f"parameter {name!r} belongs to another wrapper that is still alive, and one of the two has "
-                    "gradient_scale, accumulate_in_buckets or grad_norm_in_backward set; expected one wrapper. Delete "
-                    "the old one first."
+                    "gradient_scale, accumulate_in_buckets, fixed_micro_batches or grad_norm_in_backward set; expected "
+                    "one wrapper. Delete the old one first."
                 )
 
 

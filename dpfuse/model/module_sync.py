@@ -19,6 +19,7 @@ from dpfuse.engine.feature import Feature
 from dpfuse.engine.feeds.accumulating import refuse_accumulated
 from dpfuse.engine.listening import Wrap
 from dpfuse.engine.local_part import is_divided
+from dpfuse.engine.micro_batches import MicroBatches
 from dpfuse.engine.param_spec import grad_dtype_of
 from dpfuse.engine.phase import ABANDONED, IDLE
 from dpfuse.engine.plan import BucketPlan
@@ -43,6 +44,7 @@ from dpfuse.model.buffers import BufferKind, BufferSync
 from dpfuse.model.check import tensors_of
 from dpfuse.model.failed_batch import FailedBatch
 from dpfuse.model.follow import ModuleFollower, params_of
+from dpfuse.model.micro_loop import MicroLoop
 from dpfuse.model.open_window import OpenWindow
 from dpfuse.model.options import SyncOptions
 from dpfuse.model.signature import ModelSignature
@@ -114,6 +116,7 @@ class ModuleSync:
         loop: looks at the training loop, if that was asked for.
         metrics: measures synchronised backwards, if that was asked for.
         phases: times the phases of steps, if that was asked for and there is a heartbeat.
+        micro_loop: the loop over a fixed number of micro-batches, if that was asked for.
         stop: asks the ranks to stop together.
         open_window: knows whether gradients have accumulated that no step has used.
         before_collectives: called in `before_forward`, once all is well.
@@ -167,6 +170,18 @@ class ModuleSync:
         if options.common["grad_norm_in_backward"]:
             watchers.append(NormInBackward())
         watchers += [_AfterDelivery(face.after_delivery)] if face.after_delivery else []
+        self.micro_loop: MicroLoop | None = None
+        if (count := options.common["fixed_micro_batches"]) is not None:
+            self.micro_loop = MicroLoop(
+                MicroBatches(count, group.size()),
+                group.rank(),
+                module,
+                self.window,
+                seed=options.seed,
+                threads=options.threads,
+                forget=lambda: self.grads.reducer.accumulation.forget(),
+            )
+            watchers.append(self.micro_loop)
         self.stop = StopRequest()
         self.open_window = OpenWindow(
             self.window,
@@ -193,7 +208,7 @@ class ModuleSync:
             plan,
             params,
             group,
-            _settings_of(options, number, module),
+            _settings_of(options, number, module, None if self.micro_loop is None else self.micro_loop.deal),
             window=self.window,
             watchers=watchers,
             later=[self.factors],
@@ -472,6 +487,8 @@ class ModuleSync:
         if self.divided:
             refuse_running(grads.reducer, grads.group.rank())
             return DividedGradients(self._module.named_parameters())
+        if self.micro_loop is not None:
+            self.micro_loop.refuse_inside("the norm of the gradients was asked for")
         refuse_accumulated(grads.params, f"rank {grads.group.rank()}: the norm of the gradients was asked for")
         return self._reader.read(grads.reducer)
 
@@ -497,7 +514,9 @@ class _AfterDelivery(Watcher):
             function()
 
 
-def _settings_of(options: SyncOptions, number: int, module: nn.Module) -> SyncSettings:
+def _settings_of(
+    options: SyncOptions, number: int, module: nn.Module, micro_batches: MicroBatches | None
+) -> SyncSettings:
     # Its backward has collectives of its own, between which buckets must be sent at the same place on every rank.
     between = any(isinstance(layer, nn.SyncBatchNorm) for layer in module.modules())
     return SyncSettings(
@@ -507,6 +526,7 @@ def _settings_of(options: SyncOptions, number: int, module: nn.Module) -> SyncSe
         views=options.gradient_as_bucket_view,
         registered=options.registered,
         deterministic=options.common["deterministic"],
+        micro_batches=micro_batches,
         accumulates=options.common["accumulate_in_buckets"],
         strict=options.strict,
         warn_unused=not options.find_unused_parameters,

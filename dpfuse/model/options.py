@@ -85,6 +85,15 @@ def _seconds(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be > 0 s, got {value!r}; float('inf') waits for silent ranks for ever")
 
 
+def _micro_batches(name: str, value: Any) -> None:
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+        return
+    raise (ValueError if isinstance(value, int) and not isinstance(value, bool) else TypeError)(
+        f"{name} must be None or a whole number of at least 1, got {value!r} of type {type(value).__name__}; for "
+        f"example {name}=8 is right for 1 to 8 ranks"
+    )
+
+
 def _rule_or_plan(name: str, value: Any) -> None:
     given_plan(value)
 
@@ -165,6 +174,17 @@ class CommonOptions(TypedDict, total=False):
             "gradient then depend neither on the buffer sizes nor on what else is in its bucket. Buckets keep the "
             "order of registration. It costs time where all-to-all is slower than all-reduce.",
             _flag,
+        ),
+    ]
+    fixed_micro_batches: Annotated[
+        int | None,
+        Option(
+            None,
+            "the number of micro-batches in each step, on any number of ranks. `micro_batches()` deals them. Their "
+            "gradients are added in one fixed binary tree in float32 and divided by their number, so weights have the "
+            "same bits on 1, 2, 3 or more ranks of one kind of machine. torch then computes with one thread, or with "
+            "`DPFUSE_THREADS`. Layers whose statistics depend on the rank, such as BatchNorm, are refused.",
+            _micro_batches,
         ),
     ]
     accumulate_in_buckets: Annotated[
@@ -302,6 +322,8 @@ class SyncOptions:
     send_buffers_at_start: bool = True
     rule: BucketRule = NO_WISHES  # for the buckets
     autotune: bool = False  # whether the sizes are only those to begin with
+    seed: int = 0  # of fixed micro-batches, that of rank 0; the wrapper finds out
+    threads: int = 0  # with which fixed micro-batches are computed; the wrapper sets it
     registered: bool = False  # whether buckets lie in memory that the back end has registered; the wrapper finds out
 
     def check(self) -> None:
@@ -374,7 +396,8 @@ class SyncOptions:
     def wants_params_alone(self) -> bool:
         """Whether another wrapper of the same parameters would spoil what this one does."""
         common = self.common
-        return self.gradient_scale is not None or common["accumulate_in_buckets"] or common["grad_norm_in_backward"]
+        takes = common["accumulate_in_buckets"] or common["fixed_micro_batches"] is not None
+        return self.gradient_scale is not None or takes or common["grad_norm_in_backward"]
 
     @property
     def in_use(self) -> dict[str, str]:

@@ -41,6 +41,12 @@ class Accumulating(Feed):
         held: registration indices of the parameters whose gradients are partly in the buffer.
     """
 
+    WHY = "where backwards inside no_sync() have accumulated them (accumulate_in_buckets=True)"
+    REMEDY = (
+        "Run the last backward of the window outside of no_sync(), throw the window away with discard_accumulated(), "
+        "or leave accumulate_in_buckets out."
+    )
+
     def __init__(self, buffer: CommBuffer, hooks: Hooks, writers: WritingStreams | None, label: str) -> None:
         self.held: set[int] = set()
         self._buffer = buffer
@@ -238,10 +244,8 @@ def refuse_accumulated(params: Sequence[Tensor], what: str) -> None:
         feed = reference()
         if feed is not None and (name := feed.holds_of(wanted)) is not None:
             raise DPFuseError(
-                f"{what} while gradients of parameter {name!r} lie in its bucket, where backwards inside no_sync() "
-                "have accumulated them (accumulate_in_buckets=True), and not in .grad; expected a synchronised "
-                "backward before. Run the last backward of the window outside of no_sync(), throw the window away "
-                "with discard_accumulated(), or leave accumulate_in_buckets out."
+                f"{what} while gradients of parameter {name!r} lie in its bucket, {feed.WHY}, and not in .grad; "
+                f"expected a synchronised backward before. {feed.REMEDY}"
             )
 
 

@@ -1,0 +1,269 @@
+"""The loop of a rank over its micro-batches, of a fixed number in each step. It sets seeds, and finds wrong loops."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.batchnorm import SyncBatchNorm, _NormBase
+from torch.optim import Optimizer
+
+from dpfuse.comm import collective
+from dpfuse.engine.feature import Engine, Feature
+from dpfuse.engine.micro_batches import MicroBatches
+from dpfuse.engine.plan import BucketPlan
+from dpfuse.engine.report_layout import Field
+from dpfuse.engine.sync_decision import Window
+from dpfuse.errors import DPFuseError
+from dpfuse.model.fixed_seeds import seed_micro_batch
+
+__all__ = ["MicroLoop", "check_micro_batches", "common_seed", "set_threads"]
+
+THREADS = "DPFUSE_THREADS"  # the variable that asks for more than one thread
+STEP_BITS = 12
+
+
+@dataclass(eq=False)
+class _Loop:
+    """One loop over the micro-batches of a step."""
+
+    is_done: bool = False  # whether its gradients are averaged, or were thrown away
+
+
+class MicroLoop(Feature):
+    """Deals the micro-batches of each step, in which it lets the last backward of each rank synchronise.
+
+    All ranks must be in the same step when gradients are averaged. A loop that leaves out a micro-batch, or takes one
+    twice, is an error on this rank; its peers hear of it as of any rank that has failed.
+
+    Args:
+        deal: of the micro-batches.
+        rank: of this process.
+        module: that is wrapped.
+        window: of the model; it never synchronises but in the last backward of a loop.
+        seed: of the training.
+        threads: with which torch computes on all ranks.
+        forget: throws away what was added up.
+
+    Attributes:
+        steps: how many are done; the next loop has the seeds of this one.
+        seed: of the training.
+        threads: with which torch computes on all ranks.
+    """
+
+    _engine: Engine
+
+    def __init__(
+        self,
+        deal: MicroBatches,
+        rank: int,
+        module: nn.Module,
+        window: Window,
+        *,
+        seed: int,
+        threads: int,
+        forget: Callable[[], object],
+    ) -> None:
+        self.deal = deal
+        self.steps = 0
+        self.seed = seed
+        self.threads = threads
+        self._rank = rank
+        self._module = module
+        self._window = window
+        self._forget = forget
+        self._loop = _Loop(is_done=True)
+        window.require_sync = window.compares_backwards = False
+
+    def join(self, engine: Engine) -> None:
+        """As `Feature.join`."""
+        self._engine = engine
+        engine.layout.compare(
+            Field(
+                "micro-batch step",
+                lambda: self.steps,
+                lambda number: f"averages the micro-batches of step {number}",
+                "Run one loop over micro_batches() in each step on every rank, and pass the same step where you pass "
+                "one.",
+                bits=STEP_BITS,
+            )
+        )
+
+    def numbers(self, step: int | None) -> Iterator[int]:
+        """As `micro_batches` of the wrapper."""
+        if not self._loop.is_done:
+            number = self.deal.number
+            self.throw_away()
+            raise DPFuseError(
+                f"rank {self._rank}: the loop over micro_batches() before this one was left at micro-batch {number}, "
+                f"expected all of {_listed(self.deal.of(self._rank))}. Run each loop to its end. Call "
+                "discard_accumulated() before you begin a step again, on this rank or on all."
+            )
+        threads = torch.get_num_threads()
+        if threads != self.threads:
+            raise DPFuseError(
+                f"rank {self._rank}: torch computes with {threads} threads, expected {self.threads} as when the module "
+                f"was wrapped, since sums in several threads have other bits. Set {THREADS} before you start the "
+                "program, and leave torch.set_num_threads() alone."
+            )
+        for param in self._engine.params:
+            if param.grad is not None:
+                raise DPFuseError(
+                    f"rank {self._rank}: {self._name(param)} has a gradient at the beginning of micro_batches(), "
+                    "expected None: each rank would add it to its own. Call optimizer.zero_grad() after each step, "
+                    "with set_to_none=True, its default."
+                )
+        if step is not None:
+            self.steps = step
+        self._loop = loop = _Loop()
+        self.deal.lost = False
+        return self._run(loop)
+
+    def _run(self, loop: _Loop) -> Iterator[int]:
+        deal, own = self.deal, self.deal.of(self._rank)
+        buffers = self._written_buffers()
+        step = self.steps
+        for number in own:
+            deal.number, deal.ended = number, False
+            self._window.require_sync = number == own[-1]
+            seed_micro_batch(self.seed, step, number)
+            yield number
+            if loop is not self._loop or (loop.is_done and number != own[-1]):
+                raise DPFuseError(
+                    f"rank {self._rank}: the loop over micro_batches() goes on after micro-batch {number}, but it has "
+                    "ended; expected no other loop, and no zero_grad() or discard_accumulated() of the wrapper inside "
+                    "of it. Zero gradients after the optimizer's step."
+                )
+            if not deal.ended:
+                raise DPFuseError(
+                    f"rank {self._rank}: micro-batch {number} had no backward that has reached a parameter, expected "
+                    "one for each. Call backward() in each turn of the loop over micro_batches(). Where one has "
+                    "nothing to learn from, multiply its loss by 0."
+                )
+        deal.number = None
+        seed_micro_batch(self.seed, step, deal.count)
+        for name, before, after in zip(buffers, buffers.values(), self._written_buffers().values(), strict=False):
+            if before != after:
+                raise DPFuseError(
+                    f"rank {self._rank}: the buffer {name!r} was written while micro-batches ran, expected none: each "
+                    "rank has other micro-batches, so buffers would depend on the number of ranks. Use layers without "
+                    "running statistics, such as GroupNorm, call eval() of the layer, or write it after the loop."
+                )
+
+    def throw_away(self) -> None:
+        """End the loop that runs, if one does, and drop what was added up."""
+        self._loop.is_done = True
+        self._window.require_sync = False
+        self.deal.number = None
+        self._forget()
+        self.deal.lost = False
+
+    def refuse_inside(self, what: str) -> None:
+        """Raise DPFuseError if `what` was done while a loop has not averaged its gradients."""
+        if not self._loop.is_done:
+            raise DPFuseError(
+                f"rank {self._rank}: {what} at micro-batch {self.deal.number}, before the gradients of all of "
+                f"{_listed(self.deal.of(self._rank))} were added up and averaged. Finish the loop over "
+                "micro_batches() first."
+            )
+
+    def backward_begins(self, *, sync: bool, announced: bool) -> None:
+        """As `Watcher.backward_begins`."""
+        if sync and self.deal.lost:
+            raise DPFuseError(
+                f"rank {self._rank}: gradients of micro-batches of this step were lost, because a backward has failed, "
+                "or buckets were made again, inside of the loop over micro_batches(). Call discard_accumulated() and "
+                "begin the loop again."
+            )
+
+    def local_backward_ended(self, *, added: bool) -> None:
+        """As `Watcher.local_backward_ended`."""
+        if added:
+            self.deal.ended = True
+
+    def delivered(self) -> None:
+        """As `Watcher.delivered`."""
+        self.deal.ended = self._loop.is_done = True
+        self._window.require_sync = False
+        self.steps += 1
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """As `Watcher.before_step`."""
+        if self._loop.is_done:
+            return
+        own = set(map(id, self._engine.params))
+        if any(id(param) in own for group in optimizer.param_groups for param in group["params"]):
+            self.refuse_inside(f"{type(optimizer).__name__}.step() was called")
+
+    def _name(self, wanted: Any) -> str:
+        names = (name for name, param in self._module.named_parameters() if param is wanted)
+        return f"the parameter {next(names, '?')!r}"
+
+    def _written_buffers(self) -> dict[str, tuple[int, int]]:
+        """Return which tensor each buffer of the state dict is, and how often it was written."""
+        return {
+            f"{prefix}.{name}" if prefix else name: (id(buffer), buffer._version)
+            for prefix, module in self._module.named_modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None and name not in module._non_persistent_buffers_set and not buffer.is_inference()
+        }
+
+
+def check_micro_batches(module: nn.Module, count: int, plan: BucketPlan, group: dist.ProcessGroup | None) -> None:
+    """Raise ValueError where a module cannot be trained with a fixed number of micro-batches; the text has a name."""
+    begin = f"fixed_micro_batches={count}"
+    if group is None:
+        raise ValueError(
+            f"{begin} was passed without a process group, expected one, also of one rank. Call "
+            "dpfuse.init_parallel_env() before wrapping, and start the program with the launcher."
+        )
+    if count < group.size():
+        raise ValueError(
+            f"{begin} was passed on {group.size()} ranks, expected at least as many micro-batches as ranks. Make "
+            "micro-batches smaller, or start fewer ranks."
+        )
+    for spec in plan.specs:
+        if spec.sparse:
+            raise ValueError(
+                f"{begin} was passed for the parameter {spec.name!r} with sparse gradients, expected dense ones. Build "
+                "its embedding with sparse=False."
+            )
+    for name, layer in module.named_modules():
+        if isinstance(layer, SyncBatchNorm) or (
+            isinstance(layer, _NormBase) and layer.training and layer.running_mean is not None
+        ):
+            raise ValueError(
+                f"{begin} was passed for the {type(layer).__name__} {name!r} in training mode, expected no layer whose "
+                "statistics depend on which micro-batches a rank has. Use GroupNorm or LayerNorm, pass "
+                "track_running_stats=False, or call eval() of the layer before wrapping."
+            )
+
+
+def set_threads() -> int:
+    """Let torch compute with one thread, or as many as the environment asks for, and return their number.
+
+    Raises:
+        ValueError: the variable is no number of at least 1.
+    """
+    text = os.environ.get(THREADS, "1")
+    if not (text.isdecimal() and int(text) >= 1):
+        raise ValueError(f"{THREADS} must be a whole number of at least 1, got {text!r}; leave it out for one thread")
+    if torch.get_num_threads() != int(text):
+        torch.set_num_threads(int(text))
+    return int(text)
+
+
+def common_seed(group: dist.ProcessGroup) -> int:
+    """Return the seed with which torch's generator was seeded on rank 0 last; to be called on all ranks."""
+    seed = torch.tensor(torch.initial_seed() & (2**62 - 1), device=collective.group_device(group))
+    collective.broadcast(seed, group)
+    return int(seed)
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
