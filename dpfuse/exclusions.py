@@ -39,7 +39,7 @@ OF_OTHER_SUMS = (
     *OF_SUMS, "narrow wire", "check_finite", "grad_norm_in_backward", "metrics", "gradient_scale", "mixed_precision",
     "auto",
 )  # fmt: skip
-OF_CALLS = ("hook", "weight", "ShardedOptimizer", "GradScaler", "autotune", "DTensor", "join", "no_sync")
+OF_CALLS = ("hook", "weight", "step_in_backward", "GradScaler", "autotune", "DTensor", "join", "no_sync")
 LEAVE_ONE = "Leave out one of the two."
 BESIDE_DTENSORS = ("accumulate_in_buckets", "check_finite raises", "grad_norm_in_backward", "metrics")
 EXCLUSIONS = (

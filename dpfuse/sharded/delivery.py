@@ -54,7 +54,8 @@ class ShardedDelivery(Delivery):
                 slot = buffer.gradients.slots[place]
                 first = min(max(slot.offset, begin), end)
                 own = flat[first : max(first, min(slot.offset + slot.numel, end))]
-                found[place] = ShardedGradient(buffer.params[place], buffer.names[place], own, part)
+                start = first - slot.offset
+                found[place] = ShardedGradient(buffer.params[place], buffer.names[place], own, part, start)
         self.grads = [found[place] for place in range(len(buffer.params))]
         self._hooks = Hooks(buffer.params)
         self._handed_out = False

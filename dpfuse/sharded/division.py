@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from dpfuse.engine.comm_buffer import PLAIN
 from dpfuse.engine.exchanges.ordered import OrderedParts
@@ -56,6 +56,8 @@ class Division:
     Args:
         size: number of ranks.
         owners: the rank that gets all of a parameter, by place; None divides the parameter.
+        aligned: whether parameters and parts begin at whole rows. Then what a processor computes for an element cannot
+            depend on the number of ranks: it has other code for what is left over at the end of a vector.
 
     Example:
         >>> from dpfuse.sharded.division import Division
@@ -68,6 +70,7 @@ class Division:
 
     size: int
     owners: tuple[int | None, ...]
+    aligned: bool = False
 
     def places(self, numels: Sequence[int], room: int, dtype: str) -> tuple[list[int], int]:
         """As `Format.places`; there is no room for a report, which no rank may have in part."""
@@ -94,7 +97,7 @@ class Division:
             bounds = [0]
             for rank in range(self.size):
                 own = [place for place, owner in enumerate(self.owners) if owner == rank]
-                inside, length = PLAIN.places([numels[place] for place in own], 0, dtype)
+                inside, length = self._side_by_side([numels[place] for place in own], dtype)
                 for place, offset in zip(own, inside, strict=True):
                     offsets[place] = end + offset
                 end = -(-(end + length) // STEP) * STEP
@@ -102,12 +105,22 @@ class Division:
             owned = tuple(place for place, owner in enumerate(self.owners) if owner is not None)
             regions.append(Region(owned, tuple(bounds), end, whole=True))
         if divided := tuple(place for place, owner in enumerate(self.owners) if owner is None):
-            # With whole rows, the norm of a buffer is that of its parts, bitwise.
-            parts = OrderedParts(self.size, ROW)
-            inside, length = parts.places([numels[place] for place in divided], 0, dtype)
+            own = [numels[place] for place in divided]
+            if self.aligned:
+                inside, length = self._side_by_side(own, dtype)
+                length = -(-length // (ROW * self.size)) * ROW * self.size
+            else:  # with whole rows, the norm of a buffer is that of its parts, bitwise
+                inside, length = OrderedParts(self.size, ROW).places(own, 0, dtype)
             for place, offset in zip(divided, inside, strict=True):
                 offsets[place] = end + offset
             step = length // self.size
             bounds = [end + step * rank for rank in range(self.size + 1)]
             regions.append(Region(divided, tuple(bounds), inside[-1] + numels[divided[-1]], whole=False))
         return offsets, tuple(regions)
+
+    def _side_by_side(self, numels: Sequence[int], dtype: str) -> tuple[list[int], int]:
+        """Return the offset of each gradient in memory of their own, and the length of that."""
+        if not self.aligned:
+            return PLAIN.places(numels, 0, dtype)
+        ends = [*accumulate(-(-numel // ROW) * ROW for numel in numels)]
+        return [0, *ends][: len(numels)], ends[-1] if ends else 0

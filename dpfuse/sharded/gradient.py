@@ -48,6 +48,7 @@ class ShardedGradient(Tensor):
         name: of the parameter, for errors.
         own: this rank's part of it, [elements], in memory order; may be empty.
         region: in which it lies.
+        start: where `own` begins in the gradient, in elements.
 
     Source: torch's wrapper subclasses, `Tensor._make_wrapper_subclass`.
     """
@@ -55,13 +56,14 @@ class ShardedGradient(Tensor):
     name_of_param: str
     own: Tensor
     region: RegionPart
+    start: int
 
     @staticmethod
-    def __new__(cls, param: Tensor, name: str, own: Tensor, region: RegionPart) -> ShardedGradient:
+    def __new__(cls, param: Tensor, name: str, own: Tensor, region: RegionPart, start: int) -> ShardedGradient:
         made = Tensor._make_wrapper_subclass(
             cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device
         )
-        made.name_of_param, made.own, made.region = name, own, region
+        made.name_of_param, made.own, made.region, made.start = name, own, region, start
         return made
 
     def __init__(self, *_: Any) -> None:

@@ -15,9 +15,12 @@ from dpfuse.comm.waiting import board_of, finish
 from dpfuse.errors import DPFuseError
 from dpfuse.gradients.norm import clipping_factor, refuse_nonfinite
 from dpfuse.sharded.gradient import ShardedGradient, used_up
-from dpfuse_kernels.squared_norm import row_norms
+from dpfuse_kernels.squared_norm import ROW, row_norms
 
 __all__ = ["ShardedGradients"]
+
+
+PIECE = 256 * ROW  # elements of which squares are in memory at a time
 
 
 class ShardedGradients:
@@ -27,6 +30,8 @@ class ShardedGradients:
         named: the parameters, and their names.
         group: the ranks.
         reading: told while ranks wait for each other.
+        by_rows: whether the sum of squares has the same bits on any number of ranks: each rank sends those of the rows
+            that it has, and all add up all rows.
 
     Raises:
         DPFuseError: a parameter has a gradient that was not averaged.
@@ -37,7 +42,10 @@ class ShardedGradients:
         named: Iterable[tuple[str, Tensor]],
         group: dist.ProcessGroup,
         reading: AbstractContextManager[None],
+        *,
+        by_rows: bool = False,
     ) -> None:
+        self._by_rows = by_rows
         self._group = group
         self._reading = reading
         self._grads = [grad for name, param in named if (grad := sharded_gradient(name, param, group)) is not None]
@@ -57,8 +65,18 @@ class ShardedGradients:
                 f"norm_type must be above 0 with a ShardedOptimizer, got {order}: other norms of a parameter are not "
                 "the sum of those of its parts. Pass 2.0 or math.inf."
             )
+        if self._by_rows and order not in (2, math.inf):
+            raise ValueError(
+                f"norm_type must be 2.0 or math.inf with a ShardedOptimizer and fixed_micro_batches, got {order}: only "
+                "these have the same bits on any number of ranks."
+            )
         kinds = {grad.dtype for grad in self._grads} | {torch.float32}
         device = self._grads[0].device if self._grads else collective.group_device(self._group)
+        if self._by_rows and order == 2:
+            with self._reading:
+                norm = self._squares_by_row(device).sum().sqrt()
+            norm = norm.to(torch.float64 if torch.float64 in kinds else torch.float32)
+            return refuse_nonfinite(norm, order) if error_if_nonfinite else norm
         norms = [torch.zeros(1, dtype=torch.float64, device=device)]
         for part in self._parts():
             norms.append(row_norms([part]) if order == 2 else torch.linalg.vector_norm(part, order).double().view(1))
@@ -72,6 +90,18 @@ class ShardedGradients:
                 total = total.pow(1 / order)
         norm = total.to(torch.float64 if torch.float64 in kinds else torch.float32)
         return refuse_nonfinite(norm, order) if error_if_nonfinite else norm
+
+    def _squares_by_row(self, device: torch.device) -> Tensor:
+        """Return the sum of squares of each row of each gradient, on all ranks. A row begins where a part may."""
+        counts = [-(-grad.numel() // ROW) for grad in self._grads]
+        rows = torch.zeros(sum(counts), dtype=torch.float64, device=device)
+        for grad, own_rows in zip(self._grads, rows.split(counts), strict=True):
+            first = grad.start // ROW
+            for piece, squares in zip(grad.own.split(PIECE), own_rows[first:].split(PIECE // ROW), strict=False):
+                squares[: -(-piece.numel() // ROW)] = _squares(piece)
+        # Each row is on one rank, and 0 on the others: this sum rounds nothing.
+        finish(collective.all_reduce(rows, self._group), board_of(self._group), device.type)
+        return rows
 
     def _parts(self) -> Iterator[Tensor]:
         """Yield all that this rank has: a region in one piece where all of its gradients are there."""
@@ -90,6 +120,19 @@ class ShardedGradients:
         if factor.is_cuda or factor != 1.0:  # on a GPU only the device knows
             for part in self._parts():
                 part.mul_(factor)
+
+
+def _squares(flat: Tensor) -> Tensor:
+    """Return the sums of squares of the rows, [rows] float64, in an order that the shape does not change."""
+    rows = -(-flat.numel() // ROW)
+    values = torch.zeros(rows, ROW, dtype=torch.float64, device=flat.device)
+    values.view(-1)[: flat.numel()] = flat
+    values.square_()
+    width = ROW
+    while width > 1:
+        width //= 2
+        values = values[:, :width] + values[:, width:]
+    return values.view(-1)
 
 
 def sharded_gradient(name: str, param: Tensor, group: dist.ProcessGroup) -> ShardedGradient | None:

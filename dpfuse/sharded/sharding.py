@@ -13,6 +13,7 @@ from dpfuse.comm.abilities import abilities_of
 from dpfuse.comm.waiting import BETWEEN, READ, Doing
 from dpfuse.engine.bucket_set import names_of
 from dpfuse.engine.comm_buffer import CommBuffer, Format, Zeros
+from dpfuse.engine.exchanges.tree import TreeSum
 from dpfuse.engine.feature import Engine
 from dpfuse.engine.plan import Bucket, BucketPlan
 from dpfuse.engine.protocols import Delivery, Exchange
@@ -50,6 +51,7 @@ class Sharding(Dividing):
         self._field = field
         self._grads, self._group = sync.grads, sync.grads.group
         self._finish = finish
+        self._fixed = sync.micro_loop is not None
         device = sync.grads.params[0].device
         scatters = abilities_of(self._group, device).scatters and not sync.options.common["deterministic"]
         self._incoming = Incoming(scatters=scatters)
@@ -77,10 +79,12 @@ class Sharding(Dividing):
             self._loads[owner] += cost
 
     def format(self, bucket: Bucket, params: Sequence[Tensor]) -> Format:
-        return Division(self._group.size(), tuple(self._owners.get(id(param)) for param in params))
+        owners = tuple(self._owners.get(id(param)) for param in params)
+        return Division(self._group.size(), owners, aligned=self._fixed)
 
     def exchange(self, order: int, bucket: Bucket, buffer: CommBuffer, usual: Exchange) -> Exchange:
-        return PartSum(self._group, _regions_of(buffer), self._incoming)
+        regions = _regions_of(buffer)
+        return usual.divided(regions) if isinstance(usual, TreeSum) else PartSum(self._group, regions, self._incoming)
 
     def delivery(self, order: int, delivery: Delivery, buffer: CommBuffer, side: SideStream | None) -> Delivery:
         return ShardedDelivery(buffer, _regions_of(buffer), self._group)
@@ -112,7 +116,7 @@ class Sharding(Dividing):
 
     def gradients(self) -> ShardedGradients:
         named = zip(names_of(self._grads.plan), self._grads.params, strict=True)
-        return ShardedGradients(named, self._group, self.telling(READ))
+        return ShardedGradients(named, self._group, self.telling(READ), by_rows=self._fixed)
 
     @contextmanager
     def telling(self, doing: Doing) -> Iterator[None]:

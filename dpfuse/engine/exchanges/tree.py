@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,7 +17,35 @@ from dpfuse.engine.protocols import Exchange
 from dpfuse.engine.streams import new_stream
 from dpfuse.engine.subtrees import Subtrees
 
-__all__ = ["TreeSum"]
+__all__ = ["Cut", "TreeSum"]
+
+
+class Cut(Protocol):
+    """Neighbouring elements of a buffer, and which rank has which of them."""
+
+    @property
+    def bounds(self) -> Sequence[int]:
+        """Where the part of each rank begins in the buffer, and where that of the last one ends, in elements."""
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        """The elements of each rank's part."""
+
+
+@dataclass(frozen=True)
+class _Equal:
+    """A buffer in equal parts."""
+
+    numel: int
+    ranks: int
+
+    @property
+    def bounds(self) -> Sequence[int]:
+        return range(0, self.numel + 1, self.numel // self.ranks)
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        return [self.numel // self.ranks] * self.ranks
 
 
 class TreeSum(Exchange):
@@ -27,18 +57,23 @@ class TreeSum(Exchange):
     Args:
         group: the ranks.
         subtrees: of this rank, for one bucket. They travel in place of the communication buffer.
+        cuts: the parts of the ranks, which are not gathered; None gathers equal parts.
     """
 
     takes_factors = False
 
-    def __init__(self, group: dist.ProcessGroup, subtrees: Subtrees) -> None:
+    def __init__(self, group: dist.ProcessGroup, subtrees: Subtrees, cuts: Sequence[Cut] | None = None) -> None:
         super().__init__(group)
         self._subtrees = subtrees
-        nodes = [subtrees.deal.subtrees(rank) for rank in range(group.size())]
-        most = max(map(len, nodes))
-        self._senders = [[rank for rank, own in enumerate(nodes) if len(own) > place] for place in range(most)]
-        self._nodes = nodes
+        self._cuts = cuts
+        self._nodes = [subtrees.deal.subtrees(rank) for rank in range(group.size())]
+        most = max(map(len, self._nodes))
+        self._senders = [[rank for rank, own in enumerate(self._nodes) if len(own) > place] for place in range(most)]
         self._stream: torch.cuda.Stream | None = None
+
+    def divided(self, cuts: Sequence[Cut]) -> TreeSum:
+        """Return an exchange after which each rank has its own parts only."""
+        return TreeSum(self.group, self._subtrees, cuts)
 
     def empty(self) -> None:
         for node in self._subtrees.nodes:
@@ -48,11 +83,11 @@ class TreeSum(Exchange):
         if self._stream is None:
             self._stream = new_stream(flat.device)
         self._subtrees.close()
-        nodes = self._subtrees.nodes
-        part, received = flat.numel() // self.group.size(), []
-        for senders in self._senders:  # here, since nothing may fail between the collectives
-            received.append(nodes[0].new_empty(len(senders) * part))
-        return StagedWork(self._stages(flat, nodes, received, part), len(self._senders) + 1)
+        nodes, rank, size = self._subtrees.nodes, self.group.rank(), self.group.size()
+        cuts: Sequence[Cut] = [_Equal(flat.numel(), size)] if self._cuts is None else self._cuts
+        # Here, since nothing may fail between the collectives.
+        received = [[nodes[0].new_empty(len(senders) * cut.lengths[rank]) for cut in cuts] for senders in self._senders]
+        return StagedWork(self._stages(flat, nodes, cuts, received), len(self._senders) + (self._cuts is None))
 
     def started(self, work: dist.Work) -> None:
         # On CUDA all that follows is queued at once. On a CPU the wait does it.
@@ -60,19 +95,36 @@ class TreeSum(Exchange):
         if self._stream is not None:
             work.go_on_on(self._stream)
 
-    def _stages(self, flat: Tensor, nodes: list[Tensor], received: list[Tensor], part: int) -> Iterator[dist.Work]:
-        """Exchange the nodes, [ranks * part] each; one after the other comes to `received`. Gather means in `flat`."""
-        rank, size = self.group.rank(), self.group.size()
+    def _stages(
+        self, flat: Tensor, nodes: list[Tensor], cuts: Sequence[Cut], received: list[list[Tensor]]
+    ) -> Iterator[dist.Work]:
+        """Exchange the nodes, one after the other, which come to `received`; the means come to `flat`."""
+        rank = self.group.rank()
         nothing = nodes[0][:0]
-        for place, senders in enumerate(self._senders):
-            own = nodes[place] if rank in senders else nothing
-            yield collective.start_all_to_all(received[place], own, self.group, [part] * size, senders)
-        ours = flat.view(size, -1)[rank]
-        self._finish_tree([sent.view(-1, part) for sent in received], ours)
-        yield collective.start_all_gather_into(flat, ours, self.group)
+
+        def start(place: int) -> Iterator[dist.Work]:
+            senders = self._senders[place]
+            for cut, parts in zip(cuts, received[place], strict=True):
+                own = nodes[place][cut.bounds[0] : cut.bounds[-1]] if rank in senders else nothing
+                yield collective.start_all_to_all(parts, own, self.group, cut.lengths, senders)
+
+        for place in range(len(self._senders)):
+            yield collective.together(start(place))
+        for cut, *parts in zip(cuts, *received, strict=True):
+            rows = [each.view(len(senders), -1) for each, senders in zip(parts, self._senders, strict=True)]
+            ours = flat[cut.bounds[rank] : cut.bounds[rank + 1]]
+            if ours.numel():
+                self._finish_tree(rows, ours)
+        if self._cuts is None:
+            yield collective.start_all_gather_into(flat, ours, self.group)
 
     def _finish_tree(self, received: list[Tensor], ours: Tensor) -> None:
-        """Add up what was received in the order of the tree, and write the mean of this part to `ours`."""
+        """Add up what was received in the order of the tree, and write the mean of this part to `ours`.
+
+        Args:
+            received: of each place, [ranks that have so many subtrees, elements].
+            ours: [elements].
+        """
         stack, sums = Stack(self._subtrees.deal.count), []
         for rank, own in enumerate(self._nodes):
             for place, node in enumerate(own):
