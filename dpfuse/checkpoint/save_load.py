@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 
 from dpfuse.checkpoint.bucket_plan import saved_plan, use_saved_plan
 from dpfuse.checkpoint.folder import read_newest, read_whole, step_path, write_step
+from dpfuse.checkpoint.micro_batches import check_micro_batches, saved_micro_batches, use_micro_batches
 from dpfuse.checkpoint.random_state import get_random_state, seed_from, set_random_state
 from dpfuse.checkpoint.training_state import (
     Stateful,
@@ -156,6 +157,8 @@ def save_checkpoint(
             content["extra"] = extra
         if (plan := saved_plan(_wrapper_in(model))) is not None:
             content["plan"] = plan
+        if (micro_batches := saved_micro_batches(_wrapper_in(model))) is not None:
+            content["micro_batches"] = micro_batches
         return write_step(Path(folder), number, {**content, "ranks": parts}, keep)
 
     return _together(write, group, what)
@@ -228,16 +231,17 @@ def load_checkpoint(
     if found is None and data is None:
         return Checkpoint(0, None)
 
-    def read() -> tuple[dict[str, Any], dict[str, Any]]:
+    def read() -> tuple[dict[str, Any], dict[str, Any], bool]:
         if data is not None:
             content = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         else:
             assert found is not None
             content = found[1]
         check_fit(content, bare_module(model), asked)
-        return content, _own_part(content["ranks"], group, sampler, with_random)
+        fixed = check_micro_batches(_wrapper_in(model), content.get("micro_batches"))
+        return content, _own_part(content["ranks"], group, sampler, with_random, same_states=fixed), fixed
 
-    content, own = _together(read, group, what)
+    content, own, fixed = _together(read, group, what)
 
     def apply() -> Checkpoint:
         bare_module(model).load_state_dict(content["model"])
@@ -252,6 +256,8 @@ def load_checkpoint(
         for module in model.modules():
             if isinstance(module, SyncedModule) and module.error_feedback is not None:
                 module.error_feedback.reset()
+        if fixed:
+            use_micro_batches(_wrapper_in(model), content["micro_batches"])
         where = Path(path) if Path(path).suffix == SUFFIX else step_path(Path(path), content["step"])
         return Checkpoint(content["step"], where, content.get("extra"))
 
@@ -374,8 +380,18 @@ def _read_part(part: Tensor) -> dict[str, Any]:
     return content
 
 
-def _own_part(parts: list[Tensor], group: dist.ProcessGroup | None, sampler: Any, with_random: bool) -> dict[str, Any]:
-    """Return the part that this rank saved; if the number of ranks has changed, only what is common to all ranks."""
+def _own_part(
+    parts: list[Tensor], group: dist.ProcessGroup | None, sampler: Any, with_random: bool, *, same_states: bool
+) -> dict[str, Any]:
+    """Return the part that this rank saved; if the number of ranks has changed, only what is common to all ranks.
+
+    Args:
+        parts: of the ranks that saved.
+        group: of this job.
+        sampler: whose state is asked for, if any.
+        with_random: whether random states are asked for.
+        same_states: whether all ranks have saved the same random states.
+    """
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
     same = len(parts) == size
     of_first, own = (_read_part(parts[other if same else 0]) for other in (0, rank))
@@ -386,7 +402,7 @@ def _own_part(parts: list[Tensor], group: dist.ProcessGroup | None, sampler: Any
         own["sampler"] = of_first["sampler"]  # a rank without a batch in the last step is in the next epoch already
     if same:
         return own
-    if with_random:
+    if with_random and not same_states:
         warnings.warn(
             f"the checkpoint is of {len(parts)} rank(s), this job has {size}: each rank gets random states that follow "
             "from the checkpoint and its own number, and not those that were saved. Pass random_state=False to keep "
@@ -398,4 +414,4 @@ def _own_part(parts: list[Tensor], group: dist.ProcessGroup | None, sampler: Any
         raise ValueError(
             f"sampler: the checkpoint has the states of {len(parts)} rank(s), this job has {size}; leave it out here"
         )
-    return {"sampler": own["sampler"], "of_first": of_first["random"]}
+    return {"sampler": own["sampler"], "random" if same_states else "of_first": of_first["random"]}

@@ -108,6 +108,19 @@ def sparse():
     return dpfuse.DataParallel(nn.Embedding(3, 2, sparse=True))
 
 
+def no_sync(model):
+    with model.no_sync():
+        pass
+
+
+def fixed_with(face=dp, **options):
+    return [made(face, fixed_micro_batches=2, **options)]
+
+
+def fixed_and(*actions, face=dp):
+    return [used(partial(face, fixed_micro_batches=2), *actions)]
+
+
 def hooked_with(**options):
     return [used(partial(ddp, **options), hook)]
 
@@ -128,6 +141,26 @@ PROGRAMS = {
         made(dp, accumulate_in_buckets=True, wire_dtype=BF16),
         made(ddp, accumulate_in_buckets=True, mixed_precision=_MixedPrecision(reduce_dtype=BF16)),
     ],
+    ("fixed_micro_batches", "deterministic"): fixed_with(deterministic=True),
+    ("fixed_micro_batches", "accumulate_in_buckets"): fixed_with(accumulate_in_buckets=True),
+    ("fixed_micro_batches", "error_feedback"): fixed_with(error_feedback=True, wire_dtype=BF16),
+    ("fixed_micro_batches", "wire_reduce"): fixed_with(wire_reduce="ring"),
+    ("fixed_micro_batches", "wire"): fixed_with(wire_dtype=torch.float32),
+    ("fixed_micro_batches", "narrow wire"): fixed_with(ddp, mixed_precision=_MixedPrecision(reduce_dtype=BF16)),
+    ("fixed_micro_batches", "check_finite"): fixed_with(check_finite="warn"),
+    ("fixed_micro_batches", "grad_norm_in_backward"): fixed_with(grad_norm_in_backward=True),
+    ("fixed_micro_batches", "metrics"): fixed_with(metrics=3),
+    ("fixed_micro_batches", "gradient_scale"): fixed_with(gradient_scale=1.0),
+    ("fixed_micro_batches", "mixed_precision"): fixed_with(ddp, mixed_precision=_MixedPrecision(param_dtype=BF16)),
+    ("fixed_micro_batches", "auto"): fixed_with(comm_buffer_size="auto"),
+    ("fixed_micro_batches", "hook"): fixed_and(hook, face=ddp),
+    ("fixed_micro_batches", "weight"): fixed_and(weight),
+    ("fixed_micro_batches", "step_in_backward"): fixed_and(update),
+    ("fixed_micro_batches", "GradScaler"): fixed_and(scale),
+    ("fixed_micro_batches", "autotune"): fixed_and(dpfuse.autotune),
+    ("fixed_micro_batches", "DTensor"): fixed_with(divided),
+    ("fixed_micro_batches", "join"): fixed_and(join, face=ddp),
+    ("fixed_micro_batches", "no_sync"): fixed_and(no_sync),
     ("given plan", "auto"): [made(planned, bucket_cap_mb="auto")],
     ("given plan", "bucket rule"): [made(planned, bucket_cap_mb_list=[1])],
     ("bucket_cap_mb_list", "auto"): [made(ddp, bucket_cap_mb_list=[1], bucket_cap_mb="auto")],
