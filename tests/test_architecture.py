@@ -81,11 +81,11 @@ def breaches(layer: str, allowed: set[str]) -> list[str]:
         ({"stopping"}, {"comm", "engine"} | OPEN_TO_ALL),
         (
             {"model"},
-            {"comm", "engine", "findings", "gradients", "liveness", "loop", "measure", "stopping", "weights"}
+            {"comm", "data", "engine", "findings", "gradients", "liveness", "loop", "measure", "stopping", "weights"}
             | OPEN_TO_ALL,
         ),
         ({"liveness", "job"}, {"comm", "engine", "liveness", "job", "startup"} | OPEN_TO_ALL),
-        ({"data"}, {"job"} | OPEN_TO_ALL),
+        ({"data"}, {"engine", "job"} | OPEN_TO_ALL),
         (
             FACES,
             {"comm", "engine", "gradients", "measure", "model", "stopping", "trace", "weights", "kernels", "checkpoint"}

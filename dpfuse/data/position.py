@@ -15,6 +15,7 @@ class Position:
 
     Args:
         facts: what the order of the samples depends on, by name. A saved position is only good for the same facts.
+        loop: the line of a program that counts.
 
     Attributes:
         epoch: the number of the epoch.
@@ -22,7 +23,8 @@ class Position:
         start: where the iteration began that is running, or the next one will begin.
     """
 
-    def __init__(self, facts: Mapping[str, int | bool]) -> None:
+    def __init__(self, facts: Mapping[str, int | bool], loop: str = "for batch in sampler.track(loader)") -> None:
+        self._loop = loop
         self.epoch = self.seen = self.start = 0
         self._counts = False  # whether a loop has counted
         self._facts = dict(facts)
@@ -53,7 +55,7 @@ class Position:
             for batch in loader:
                 if jumps != self._jumps:
                     raise DPFuseError(
-                        "set_epoch() or load_state_dict() was called inside the loop over track(), expected it between "
+                        "set_epoch() or load_state_dict() was called inside the loop over data, expected it between "
                         "two loops: batches from before are still on their way. Leave the loop, and begin a new one."
                     )
                 self.seen += size_of_step()
@@ -75,7 +77,7 @@ class Position:
         if iterated and not self._counts:
             raise DPFuseError(
                 "state_dict() was called after batches were taken that were not counted, expected the training loop to "
-                "count them: the position would be wrong. Write `for batch in sampler.track(loader)`."
+                f"count them: the position would be wrong. Write `{self._loop}`."
             )
         return {"epoch": self.epoch, "seen": self.seen, **self._facts}
 

@@ -14,13 +14,13 @@ from torch.nn.modules.batchnorm import SyncBatchNorm, _NormBase
 from torch.optim import Optimizer
 
 from dpfuse.comm import collective
+from dpfuse.data.seeds import seed_by
 from dpfuse.engine.feature import Engine, Feature
 from dpfuse.engine.micro_batches import MicroBatches
 from dpfuse.engine.plan import BucketPlan
 from dpfuse.engine.report_layout import Field
 from dpfuse.engine.sync_decision import Window
 from dpfuse.errors import DPFuseError
-from dpfuse.model.fixed_seeds import seed_micro_batch
 
 __all__ = ["MicroLoop", "check_micro_batches", "common_seed", "set_threads"]
 
@@ -131,7 +131,7 @@ class MicroLoop(Feature):
         for number in own:
             deal.number, deal.ended = number, False
             self._window.require_sync = number == own[-1]
-            seed_micro_batch(self.seed, step, number)
+            seed_by(self.seed, step, number)
             yield number
             if loop is not self._loop or (loop.is_done and number != own[-1]):
                 raise DPFuseError(
@@ -146,7 +146,7 @@ class MicroLoop(Feature):
                     "nothing to learn from, multiply its loss by 0."
                 )
         deal.number = None
-        seed_micro_batch(self.seed, step, deal.count)
+        seed_by(self.seed, step, deal.count)
         for name, before, after in zip(buffers, buffers.values(), self._written_buffers().values(), strict=False):
             if before != after:
                 raise DPFuseError(
