@@ -129,7 +129,7 @@ class SyncedModule(nn.Module):
                 show_chosen_logs()
                 deadline.read()
                 self._options = self._options.with_plan_read()
-                if self._options.common.get("fixed_micro_batches") is not None:
+                if self._options.micro_batches is not None:
                     self._options = replace(self._options, threads=set_threads())
             plan = check_module(self.module, self._options, group)
             if group is not None and fresh:  # else nothing is compared, or it was when the original was made
@@ -400,8 +400,13 @@ class SyncedModule(nn.Module):
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """The switch behind `no_sync()`, read when a forward ends; may be set directly."""
+        """The switch behind `no_sync()`, read when a forward ends; may be set directly.
+
+        With `fixed_micro_batches` it tells whether the last micro-batch of this rank runs, and cannot be set.
+        """
         sync = self._sync_if_any()
+        if sync is not None and sync.micro_loop is not None:
+            return sync.micro_loop.in_last
         return self._require_sync if sync is None else sync.grads.reducer.require_sync
 
     @require_backward_grad_sync.setter
@@ -410,8 +415,9 @@ class SyncedModule(nn.Module):
         if sync is None:
             self._require_sync = bool(value)
         else:
-            if value != sync.grads.reducer.require_sync:
-                _refuse_no_sync(sync)
+            if sync.micro_loop is not None and bool(value) == sync.micro_loop.in_last:
+                return  # as it is, such as in a copy
+            _refuse_no_sync(sync)
             sync.grads.reducer.require_sync = bool(value)
 
     def _sync_if_any(self) -> ModuleSync | None:
@@ -723,7 +729,8 @@ class SyncedModule(nn.Module):
         nn.Module.__setstate__(self, state)
         require_sync = state["_require_sync"]
         self._connect(group, fresh=False)
-        self.require_backward_grad_sync = require_sync
+        if self._sync is None or self._sync.micro_loop is None:
+            self.require_backward_grad_sync = require_sync
 
     def extra_repr(self) -> str:
         """Ranks, back end and buckets, for `repr(model)`."""

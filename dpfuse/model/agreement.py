@@ -42,7 +42,7 @@ def agree_on_model(
     )
     device = next(iter(params.values())).device
     common = options.common
-    ordered = common["deterministic"] or common["fixed_micro_batches"] is not None
+    ordered = common["deterministic"] or options.micro_batches is not None
     prepare_group(group, [device], options.wire, ordered, common["stall_timeout"])
     buffers = _settled_buffers(module, options, group)
     sent = {id(buffers.found[name]): buffers.found[name] for name in buffers.agreed}  # once, however often they occur

@@ -94,6 +94,11 @@ class MicroLoop(Feature):
             )
         )
 
+    @property
+    def in_last(self) -> bool:
+        """Whether the last micro-batch of this rank runs, whose backward synchronises."""
+        return self.deal.number == self.deal.of(self._rank)[-1]
+
     def numbers(self, step: int | None) -> Iterator[int]:
         """As `micro_batches` of the wrapper."""
         if not self._loop.is_done:

@@ -171,7 +171,7 @@ class ModuleSync:
             watchers.append(NormInBackward())
         watchers += [_AfterDelivery(face.after_delivery)] if face.after_delivery else []
         self.micro_loop: MicroLoop | None = None
-        if (count := options.common["fixed_micro_batches"]) is not None:
+        if (count := options.micro_batches) is not None:
             self.micro_loop = MicroLoop(
                 MicroBatches(count, group.size()),
                 group.rank(),

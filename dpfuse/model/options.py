@@ -388,6 +388,11 @@ class SyncOptions:
         return Wire.of(common["wire_dtype"] or self.reduce_dtype or needed, common["wire_reduce"])
 
     @property
+    def micro_batches(self) -> int | None:
+        """The fixed number of micro-batches in a step, if there is one."""
+        return self.common["fixed_micro_batches"]
+
+    @property
     def strict(self) -> bool:
         """Whether to wait in each backward for what the peers report."""
         return self.common["check"] == "strict"
@@ -396,7 +401,7 @@ class SyncOptions:
     def wants_params_alone(self) -> bool:
         """Whether another wrapper of the same parameters would spoil what this one does."""
         common = self.common
-        takes = common["accumulate_in_buckets"] or common["fixed_micro_batches"] is not None
+        takes = common["accumulate_in_buckets"] or self.micro_batches is not None
         return self.gradient_scale is not None or takes or common["grad_norm_in_backward"]
 
     @property

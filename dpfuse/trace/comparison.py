@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from dpfuse.trace.by_number import by_number
 from dpfuse.trace.trace_file import BEFORE_STEP, HELD, HOOKED, RankTrace, behind_hooks
 
 __all__ = ["CAUSES", "Difference", "compare", "first_setting"]
@@ -60,7 +61,7 @@ class Difference:
     Args:
         step: of the optimizer, counted from 0 over all optimizers; -1 is before the first step.
         rank: the first with this difference.
-        ranks: all with it.
+        ranks: all with it; empty where runs on other numbers of ranks are compared by micro-batch.
         cause: one of `CAUSES`.
         what: differs, in words.
         model: its number; None where it belongs to no model.
@@ -88,7 +89,7 @@ class Difference:
         """The step, the micro-batch where there are several, and the rank, in words."""
         step = "before the first step" if self.step < 0 else f"step {self.step}"
         batch = "" if self.batch is None else f", micro-batch {self.batch[0]} of {self.batch[1]}"
-        return f"{step}{batch}, rank {self.rank}"
+        return f"{step}{batch}, rank {self.rank}" if self.ranks else f"{step}{batch}"
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON values."""
@@ -134,10 +135,15 @@ class _Random:
 def compare(one: dict[int, RankTrace], other: dict[int, RankTrace]) -> Difference | None:
     """Return the first difference of two runs; None if all that both have written is equal.
 
+    Runs with fixed micro-batches may have other numbers of ranks: they are compared by micro-batch.
+
     Args:
         one: the traces of a run by rank, as `read_folder` returns them.
         other: those of another one.
     """
+    if len(one) != len(other) and (ours := by_number(one)) and (theirs := by_number(other)):
+        difference = compare({0: ours}, {0: theirs})
+        return None if difference is None else replace(difference, ranks=())
     if len(one) != len(other):
         return Difference(-1, 0, (0,), "settings", f"the number of ranks: {len(one)} and {len(other)}")
     at_start = _before_the_first_step(one, other)

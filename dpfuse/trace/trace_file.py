@@ -47,6 +47,7 @@ __all__ = [
     "HELD",
     "HOOKED",
     "LEFT",
+    "MICRO_BATCHES",
     "MODULE_BUFFERS",
     "NOT_FINITE",
     "RESCALED",
@@ -66,6 +67,7 @@ VARIABLE = "DPFUSE_TRACE"  # asks for a trace, and names its folder
 FORMAT = "dpfuse trace 1"
 HELD, LEFT, RESCALED, MODULE_BUFFERS = "held", "left", "rescaled", "module buffers"  # fields of a backward
 HOOKED = "hooked"  # another one
+MICRO_BATCHES = "micro_batches"  # a field of a model: how many a step has, on any number of ranks
 BEFORE_STEP, CALLS = "before step", "calls"  # fields of a step
 NOT_FINITE, STEPPED, WEIGHTS, SKIPPED = "not finite", "stepped", "parameters", "skipped"  # a field, and its own
 ABSENT = "-" * 8  # in the place of a hash: there is no tensor

@@ -26,7 +26,18 @@ from dpfuse.trace.rescaling import Pair, is_plain, rescaled, sample_of
 from dpfuse.trace.settings import process_settings
 from dpfuse.trace.sketch import signed_sum
 from dpfuse.trace.tensor_hash import NOTHING, Hash, hash_of, hash_of_all, read, text_of
-from dpfuse.trace.trace_file import BEFORE_STEP, CALLS, HELD, HOOKED, LEFT, MODULE_BUFFERS, RESCALED, Call, Writer
+from dpfuse.trace.trace_file import (
+    BEFORE_STEP,
+    CALLS,
+    HELD,
+    HOOKED,
+    LEFT,
+    MICRO_BATCHES,
+    MODULE_BUFFERS,
+    RESCALED,
+    Call,
+    Writer,
+)
 
 __all__ = ["Tracer", "params_of"]
 
@@ -261,6 +272,9 @@ class Tracer:
                 "random": random_states(),
                 "parameters": text_of(read([hash_of(param) for param in traced.params])),
             }
+            options = getattr(wrapper, "_options", None)  # torch's class has none
+            if (count := getattr(options, "micro_batches", None)) is not None:
+                facts[MICRO_BATCHES] = count
             self._file.write("model", facts)
 
     def _forward_begins(self, traced: _Traced, wrapper: nn.Module, args: Any, kwargs: Any) -> None:
