@@ -41,7 +41,7 @@ class _Equal:
 
     @property
     def bounds(self) -> Sequence[int]:
-        return range(0, self.numel + 1, self.numel // self.ranks)
+        return [self.numel // self.ranks * rank for rank in range(self.ranks + 1)]
 
     @property
     def lengths(self) -> Sequence[int]:
@@ -111,10 +111,10 @@ class TreeSum(Exchange):
         for place in range(len(self._senders)):
             yield collective.together(start(place))
         for cut, *parts in zip(cuts, *received, strict=True):
-            rows = [each.view(len(senders), -1) for each, senders in zip(parts, self._senders, strict=True)]
+            length = cut.lengths[rank]
+            rows = [each.view(len(senders), length) for each, senders in zip(parts, self._senders, strict=True)]
             ours = flat[cut.bounds[rank] : cut.bounds[rank + 1]]
-            if ours.numel():
-                self._finish_tree(rows, ours)
+            self._finish_tree(rows, ours)
         if self._cuts is None:
             yield collective.start_all_gather_into(flat, ours, self.group)
 
