@@ -213,7 +213,7 @@ def test_a_sum_of_negative_zeros_is_a_negative_zero(sparse):
     for count in (5, 8):
         for ranks in (1, 2, 3):
             for kept in ((1,), (0, 4), (3, 4), (2,)):
-                leaves = {number: negative for number in kept}
+                leaves = dict.fromkeys(kept, negative)
                 assert_subtrees_hold_the_sums(count, ranks, leaves, sparse=sparse)
 
 
