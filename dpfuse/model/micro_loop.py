@@ -166,6 +166,7 @@ class MicroLoop(Feature):
         self._window.require_sync = False
         self.deal.number = None
         self._forget()
+        self._window.forget_forwards()  # the peers may have had a backward for each of theirs
         self.deal.lost = False
 
     def refuse_inside(self, what: str) -> None:
