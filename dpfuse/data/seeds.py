@@ -29,9 +29,9 @@ def seed_by(*numbers: int, on_gpus: bool = True) -> None:
     """
     digest = blake2s(" ".join(map(str, numbers)).encode(), digest_size=8).digest()
     value = int.from_bytes(digest, "little") >> 1  # NumPy and torch take no negative numbers
-    if on_gpus:
-        torch.manual_seed(value)
-    else:
-        torch.default_generator.manual_seed(value)
+    # Not torch.manual_seed: as long as CUDA is not in use, that formats the stack of the program, for an error later.
+    torch.default_generator.manual_seed(value)
+    if on_gpus and torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(value)
     random.seed(value)
     np.random.seed(value & 0xFFFFFFFF)

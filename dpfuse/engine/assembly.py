@@ -115,7 +115,6 @@ class _Making:
             make_report is not None
             and self.assembly.hook is None
             and not self._divides
-            and self.assembly.settings.micro_batches is None
             and not last.sparse
             and averaging.dtype in REPORT_DTYPES
             and real_dtype(last.dtype) in REPORT_DTYPES
@@ -200,7 +199,7 @@ class _Making:
         if in_place:
             exchange = InPlace(assembly.group, bucket, params, names, in_place)
         elif subtrees is not None:
-            exchange = TreeSum(assembly.group, subtrees)
+            exchange = TreeSum(assembly.group, subtrees, buffer.report.numel())
         elif ordered is not None:
             exchange = OrderedSum(assembly.group, ordered, self._rounding(order, bucket, buffer))
         else:
@@ -226,7 +225,7 @@ class _Making:
         deal = self.assembly.settings.micro_batches
         if deal is None:
             return None
-        slots, dtype = buffer.table.slots, getattr(torch, real_dtype(bucket.dtype))
+        slots, dtype = buffer.gradients.slots, getattr(torch, real_dtype(bucket.dtype))
         rank, zeros = self.assembly.group.rank(), zeros_on(bucket.device)
         return Subtrees(deal, rank, buffer.flat.numel(), slots, dtype, zeros)
 

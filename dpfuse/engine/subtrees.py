@@ -50,6 +50,17 @@ class Subtrees:
         """What this rank sends once its last micro-batch is closed: as many flat tensors as it has subtrees."""
         return [table.flat for table in self._tables[: self._count]]
 
+    def put_behind(self, report: Tensor) -> None:
+        """Let a report travel at the end of what is sent, where no gradient is: in the first node, and zeros in others.
+
+        Args:
+            report: [elements], of the dtype of the sums.
+        """
+        for node in self.nodes[1:]:
+            node[node.numel() - report.numel() :].zero_()
+        own = self.nodes[0]
+        own[own.numel() - report.numel() :].copy_(report)
+
     @property
     def held(self) -> int:
         """The number of nodes that hold something, with that of the open micro-batch."""

@@ -57,15 +57,20 @@ class TreeSum(Exchange):
     Args:
         group: the ranks.
         subtrees: of this rank, for one bucket. They travel in place of the communication buffer.
+        room: elements of the report at the end of the buffer, whose sum is not divided.
         cuts: the parts of the ranks, which are not gathered; None gathers equal parts.
     """
 
     takes_factors = False
 
-    def __init__(self, group: dist.ProcessGroup, subtrees: Subtrees, cuts: Sequence[Cut] | None = None) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, subtrees: Subtrees, room: int = 0, cuts: Sequence[Cut] | None = None
+    ) -> None:
         super().__init__(group)
         self._subtrees = subtrees
+        self._room = room
         self._cuts = cuts
+        self._received: list[list[Tensor]] | None = None
         self._nodes = [subtrees.deal.subtrees(rank) for rank in range(group.size())]
         most = max(map(len, self._nodes))
         self._senders = [[rank for rank, own in enumerate(self._nodes) if len(own) > place] for place in range(most)]
@@ -73,7 +78,7 @@ class TreeSum(Exchange):
 
     def divided(self, cuts: Sequence[Cut]) -> TreeSum:
         """Return an exchange after which each rank has its own parts only."""
-        return TreeSum(self.group, self._subtrees, cuts)
+        return TreeSum(self.group, self._subtrees, cuts=cuts)
 
     def empty(self) -> None:
         for node in self._subtrees.nodes:
@@ -85,9 +90,13 @@ class TreeSum(Exchange):
         self._subtrees.close()
         nodes, rank, size = self._subtrees.nodes, self.group.rank(), self.group.size()
         cuts: Sequence[Cut] = [_Equal(flat.numel(), size)] if self._cuts is None else self._cuts
-        # Here, since nothing may fail between the collectives.
-        received = [[nodes[0].new_empty(len(senders) * cut.lengths[rank]) for cut in cuts] for senders in self._senders]
-        return StagedWork(self._stages(flat, nodes, cuts, received), len(self._senders) + (self._cuts is None))
+        if self._room:
+            self._subtrees.put_behind(flat[flat.numel() - self._room :])
+        if self._received is None:
+            self._received = [
+                [nodes[0].new_empty(len(senders) * cut.lengths[rank]) for cut in cuts] for senders in self._senders
+            ]
+        return StagedWork(self._stages(flat, nodes, cuts, self._received), 1 + (self._cuts is None))
 
     def started(self, work: dist.Work) -> None:
         # On CUDA all that follows is queued at once. On a CPU the wait does it.
@@ -98,32 +107,33 @@ class TreeSum(Exchange):
     def _stages(
         self, flat: Tensor, nodes: list[Tensor], cuts: Sequence[Cut], received: list[list[Tensor]]
     ) -> Iterator[dist.Work]:
-        """Exchange the nodes, one after the other, which come to `received`; the means come to `flat`."""
+        """Exchange the nodes, which come to `received`; the means come to `flat`."""
         rank = self.group.rank()
         nothing = nodes[0][:0]
 
-        def start(place: int) -> Iterator[dist.Work]:
-            senders = self._senders[place]
-            for cut, parts in zip(cuts, received[place], strict=True):
-                own = nodes[place][cut.bounds[0] : cut.bounds[-1]] if rank in senders else nothing
-                yield collective.start_all_to_all(parts, own, self.group, cut.lengths, senders)
+        def start() -> Iterator[dist.Work]:
+            for place, senders in enumerate(self._senders):
+                for cut, parts in zip(cuts, received[place], strict=True):
+                    own = nodes[place][cut.bounds[0] : cut.bounds[-1]] if rank in senders else nothing
+                    yield collective.start_all_to_all(parts, own, self.group, cut.lengths, senders)
 
-        for place in range(len(self._senders)):
-            yield collective.together(start(place))
+        yield collective.together(start())
         for cut, *parts in zip(cuts, *received, strict=True):
             length = cut.lengths[rank]
             rows = [each.view(len(senders), length) for each, senders in zip(parts, self._senders, strict=True)]
             ours = flat[cut.bounds[rank] : cut.bounds[rank + 1]]
-            self._finish_tree(rows, ours)
+            last = min(cut.bounds[rank + 1], flat.numel() - self._room)
+            self._finish_tree(rows, ours, max(0, last - cut.bounds[rank]))
         if self._cuts is None:
             yield collective.start_all_gather_into(flat, ours, self.group)
 
-    def _finish_tree(self, received: list[Tensor], ours: Tensor) -> None:
+    def _finish_tree(self, received: list[Tensor], ours: Tensor, divided: int) -> None:
         """Add up what was received in the order of the tree, and write the mean of this part to `ours`.
 
         Args:
             received: of each place, [ranks that have so many subtrees, elements].
             ours: [elements].
+            divided: how many of them are divided; the rest is of the report.
         """
         stack, sums = Stack(self._subtrees.deal.count), []
         for rank, own in enumerate(self._nodes):
@@ -133,4 +143,5 @@ class TreeSum(Exchange):
                     right = sums.pop()
                     sums[-1].add_(right)
         (total,) = sums
-        ours.copy_(total.div_(self._subtrees.deal.count))
+        torch.div(total[:divided], self._subtrees.deal.count, out=ours[:divided])
+        ours[divided:] = total[divided:]

@@ -66,6 +66,8 @@ class TreeSums(Accumulating):
         if self._buffer.dtype.is_complex:
             grads = [None if grad is None else torch.view_as_real(grad.resolve_conj()) for grad in grads]
         flatten(grads, tree.leaf, accumulate=adds)
+        if arguments.report is not None:
+            self._buffer.report.copy_(arguments.report)  # the exchange takes it from there
         if not adds and len(present) < len(grads):
             for grad, view in zip(grads, tree.leaf.views, strict=True):
                 if grad is None:
