@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -38,7 +38,7 @@ from dpfuse.model.agreement import agree_on_model
 from dpfuse.model.buffers import BufferKind
 from dpfuse.model.check import check_module
 from dpfuse.model.logs import show_chosen_logs
-from dpfuse.model.micro_loop import common_seed, set_threads
+from dpfuse.model.micro_loop import MicroLoop, common_seed, set_threads
 from dpfuse.model.module_sync import FaceParts, Measurable, ModuleSync
 from dpfuse.model.options import SyncOptions, filled
 from dpfuse.model.transforms import may_have_backward
@@ -286,18 +286,48 @@ class SyncedModule(nn.Module):
             >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
             >>> model = dpfuse.DataParallel(torch.nn.Linear(4, 2), fixed_micro_batches=3)
             >>> for number in model.micro_batches():
-            ...     model(torch.full((5, 4), number)).sum().backward()
+            ...     model(torch.full((5, 4), float(number))).sum().backward()
             >>> model.module.bias.grad
             tensor([5., 5.])
             >>> dist.destroy_process_group()
         """
+        return self._micro_loop("micro_batches()").numbers(step)
+
+    def gather_micro_batches(self, values: Sequence[float | Tensor]) -> Tensor:
+        """Return a value of each micro-batch of a step, such as its loss, in the order of their numbers.
+
+        The mean of the result has the same bits on any number of ranks. To be called on all ranks, which send as many
+        numbers as they have micro-batches.
+
+        Args:
+            values: one number for each of this rank's micro-batches, in their order.
+
+        Returns:
+            [fixed_micro_batches] float64, on the device of the parameters.
+
+        Raises:
+            DPFuseError: the wrapper has no `fixed_micro_batches`; a rank has given another number of values, which is
+                raised on every rank.
+
+        Example:
+            >>> import dpfuse, torch, torch.distributed as dist
+            >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            >>> model = dpfuse.DataParallel(torch.nn.Linear(4, 2), fixed_micro_batches=3)
+            >>> losses = [number + 0.5 for number in range(3)]
+            >>> model.gather_micro_batches(losses).mean().item()
+            1.5
+            >>> dist.destroy_process_group()
+        """
+        return self._micro_loop("gather_micro_batches()").gather(values)
+
+    def _micro_loop(self, caller: str) -> MicroLoop:
         loop = None if self._sync is None else self._sync.micro_loop
         if loop is None:
             raise DPFuseError(
-                "micro_batches() was called on a wrapper without fixed_micro_batches, expected a number. Pass for "
-                "example fixed_micro_batches=8 to the wrapper."
+                f"{caller} was called on a wrapper without fixed_micro_batches, expected a number. Pass for example "
+                "fixed_micro_batches=8 to the wrapper."
             )
-        return loop.numbers(step)
+        return loop
 
     @property
     def stop_requested(self) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import SyncBatchNorm, _NormBase
 from torch.optim import Optimizer
 
@@ -159,6 +159,26 @@ class MicroLoop(Feature):
                     "rank has other micro-batches, so buffers would depend on the number of ranks. Use layers without "
                     "running statistics, such as GroupNorm, call eval() of the layer, or write it after the loop."
                 )
+
+    @torch.no_grad()
+    def gather(self, values: Sequence[float | Tensor]) -> Tensor:
+        """As `gather_micro_batches` of the wrapper."""
+        own, group = self.deal.of(self._rank), self._engine.group
+        device = self._engine.params[0].device
+        # The first number tells how many values there are: all ranks raise the same error.
+        row = torch.zeros(1 + len(self.deal.of(0)), dtype=torch.float64, device=device)
+        row[0] = len(values)
+        for place, value in enumerate(values[: len(own)]):
+            row[1 + place] = torch.as_tensor(value)
+        rows = torch.stack(collective.all_gather(row, group))
+        counts = [len(self.deal.of(rank)) for rank in range(self.deal.ranks)]
+        for rank, (given, wanted) in enumerate(zip(rows[:, 0].tolist(), counts, strict=True)):
+            if given != wanted:
+                raise DPFuseError(
+                    f"rank {self._rank}: rank {rank} has given {int(given)} values to gather_micro_batches(), expected "
+                    f"{wanted}, one for each of its micro-batches. Append one in each turn of the loop."
+                )
+        return torch.cat([one[1 : 1 + count] for one, count in zip(rows, counts, strict=True)])
 
     def throw_away(self) -> None:
         """End the loop that runs, if one does, and drop what was added up."""
