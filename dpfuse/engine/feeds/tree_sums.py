@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from dpfuse.engine.comm_buffer import CommBuffer
 from dpfuse.engine.feeds.accumulating import Accumulating
 from dpfuse.engine.protocols import PackArguments
-from dpfuse.engine.streams import WritingStreams
+from dpfuse.engine.streams import WritingStreams, capturing
 from dpfuse.engine.subtrees import Subtrees
 from dpfuse.engine.torch_private import Hooks
 from dpfuse.errors import DPFuseError
@@ -51,6 +51,11 @@ class TreeSums(Accumulating):
         tree, number = self._subtrees, self._subtrees.deal.number
         if number is None or self._subtrees.deal.ended:
             raise DPFuseError(_outside(number))
+        if capturing():
+            raise DPFuseError(
+                f"{self._label} has to add up a micro-batch while a CUDA graph is captured, whose replays would have "
+                "its number and its seeds for ever; expected none. Train with fixed_micro_batches outside of graphs"
+            )
         adds = True
         if number != self._number:
             adds, self._number = tree.open(number), number
