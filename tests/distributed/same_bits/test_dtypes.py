@@ -1,4 +1,4 @@
-"""Gradients of any dtype, shape and memory format are added in the tree: real, complex, of no element, of no dimension."""
+"""Gradients of any dtype, shape and memory format are added in the tree: real, complex, empty, of no dimension."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ class Mixed(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.complex = nn.Parameter(torch.randn(7, 3, dtype=torch.complex64))
-        self.double = nn.Linear(4, 7).double()
-        self.half = nn.Parameter(torch.randn(6).half())
+        self.complex_numbers = nn.Parameter(torch.randn(7, 3, dtype=torch.complex64))
+        self.wide = nn.Linear(4, 7).double()
+        self.sixteen_bits = nn.Parameter(torch.randn(6).half())
         self.empty = nn.Parameter(torch.empty(0, 3))
         self.scalar = nn.Parameter(torch.tensor(2.0))
         self.channels_last = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
 
     def forward(self, inputs, number):
-        products = self.double(inputs.double()).to(torch.complex64) @ self.complex
-        loss = products.abs().mean() + self.half.float().square().mean() * self.scalar + self.empty.sum()
+        products = self.wide(inputs.double()).to(torch.complex64) @ self.complex_numbers
+        loss = products.abs().mean() + self.sixteen_bits.float().square().mean() * self.scalar + self.empty.sum()
         if number % 2:
             loss = loss + self.channels_last(torch.rand(1, 3, 6, 6)).square().mean()
         return loss
