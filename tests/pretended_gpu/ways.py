@@ -120,6 +120,14 @@ def scaling(model: Any, optimizer: Any, x: Tensor) -> None:
     model.scaler.update()
 
 
+def in_micro_batches(model: Any, optimizer: Any, x: Tensor) -> None:
+    """Run the micro-batches of a step, whose number is fixed."""
+    optimizer.zero_grad()
+    for _ in model.micro_batches():
+        model(x).float().sum().backward()
+    optimizer.step()
+
+
 class Unused(nn.Module):
     """A module of which one layer is not used."""
 
@@ -234,6 +242,10 @@ def _ways() -> Iterator[tuple[str, Way]]:
     yield "clip by the norm in backward", Way(wrapped(grad_norm_in_backward=True), step=clipping)
     yield "no_sync", Way(wrapped(), step=accumulating)
     yield "no_sync, in buckets", Way(wrapped(accumulate_in_buckets=True), step=accumulating)
+    fixed = {"fixed_micro_batches": 3}
+    yield "fixed micro-batches", Way(wrapped(**fixed), step=in_micro_batches)
+    yield "fixed micro-batches, bfloat16", Way(wrapped(**fixed), step=in_micro_batches, dtype=torch.bfloat16)
+    yield "sharded, fixed micro-batches", Way(wrapped(**fixed), make=sharded(), step=in_micro_batches)
     yield "weight", Way(wrapped(), step=weighing)
     yield "unused layer", Way(wrapped(find_unused_parameters=True), Unused)
     yield "two streams", Way(wrapped(), Streams)
