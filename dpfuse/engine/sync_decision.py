@@ -24,6 +24,9 @@ class Window:
     Attributes:
         require_sync: whether backwards of the next forwards are synchronised; `no_sync()` switches it off.
         without_inputs: whether this rank has no inputs, and only takes part for ranks that still have some.
+        freezes_inside: whether parameters may be frozen inside a window, after a backward has accumulated gradients for
+            them. False where ranks have different numbers of backwards: one that has a single backward could not tell
+            that from parameters that were frozen before.
         compares_backwards: False while ranks give weights, which say how much each of them has.
         died: whether a backward that was not synchronised died in this window.
         began: the window in which the forward that is running began, if it counts.
@@ -32,6 +35,7 @@ class Window:
     def __init__(self, *, counts_forwards: bool = True) -> None:
         self.require_sync = True
         self.without_inputs = False
+        self.freezes_inside = True
         self.compares_backwards = True
         self.died = False
         self.began = NEVER

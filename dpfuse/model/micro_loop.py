@@ -78,7 +78,7 @@ class MicroLoop(Feature):
         self._window = window
         self._forget = forget
         self._loop = _Loop(is_done=True)
-        window.require_sync = window.compares_backwards = False
+        window.require_sync = window.compares_backwards = window.freezes_inside = False
 
     def join(self, engine: Engine) -> None:
         """As `Feature.join`."""
@@ -137,7 +137,12 @@ class MicroLoop(Feature):
             deal.number, deal.ended = number, False
             self._window.require_sync = number == own[-1]
             seed_by(self.seed, step, number)
-            yield number
+            try:
+                yield number
+            except GeneratorExit:  # Python closes it where zip() or a break ends the loop
+                if loop is self._loop and loop.is_done and number == own[-1]:
+                    self._seed_after(step)
+                raise
             if loop is not self._loop or (loop.is_done and number != own[-1]):
                 raise DPFuseError(
                     f"rank {self._rank}: the loop over micro_batches() goes on after micro-batch {number}, but it has "
@@ -150,8 +155,7 @@ class MicroLoop(Feature):
                     "one for each. Call backward() in each turn of the loop over micro_batches(). Where one has "
                     "nothing to learn from, multiply its loss by 0."
                 )
-        deal.number = None
-        seed_by(self.seed, step, deal.count)
+        self._seed_after(step)
         for name, before, after in zip(buffers, buffers.values(), self._written_buffers().values(), strict=False):
             if before != after:
                 raise DPFuseError(
@@ -179,6 +183,11 @@ class MicroLoop(Feature):
                     f"{wanted}, one for each of its micro-batches. Append one in each turn of the loop."
                 )
         return torch.cat([one[1 : 1 + count] for one, count in zip(rows, counts, strict=True)])
+
+    def _seed_after(self, step: int) -> None:
+        """Let all ranks draw the same after a loop, whichever micro-batches they had."""
+        self.deal.number = None
+        seed_by(self.seed, step, self.deal.count)
 
     def throw_away(self) -> None:
         """End the loop that runs, if one does, and drop what was added up."""
