@@ -69,6 +69,12 @@ EXCLUSIONS = (
         "the gradients of a fixed number of micro-batches are added in one tree",
         "docs/guide/same_bits.md lists what works beside fixed_micro_batches.",
     ),
+    Exclusion(
+        "fixed_micro_batches",
+        ("broadcast_buffers",),
+        "ranks may run different numbers of forwards, which may write no buffer",
+        "Leave {option} out: buffers are sent when the module is wrapped.",
+    ),
     Exclusion("given plan", ("auto",), '"auto" looks for a plan', "Leave plan out, or the size."),
     Exclusion("given plan", ("bucket rule",), "the plan says which parameters travel together", LEAVE_ONE),
     Exclusion("bucket_cap_mb_list", ("auto",), '"auto" looks for the sizes', LEAVE_ONE),

@@ -78,7 +78,8 @@ class DistributedDataParallel(TorchHooks, Joinable):
         bucket_cap_mb_list: MB for each bucket in place of `bucket_cap_mb`, first sent first; the last repeats.
         batched_grad_copy: accepted; gradients always travel fused.
         forward_sync_buffers: whether rank 0's buffers are sent in every backward that synchronises, and before a
-            forward that no such backward preceded. So they are the same after a step, and not only in a forward.
+            forward that no such backward preceded. So they are the same after a step, and not only in a forward. With
+            fixed_micro_batches the default is False.
         lazy_bucket_allocation: accepted; buckets stay allocated, so that no backward can run out of memory for them.
 
     Raises:
@@ -146,6 +147,8 @@ class DistributedDataParallel(TorchHooks, Joinable):
                 report_failure(error, group, "the wrapped module")
             raise
         at_start, each_forward = _buffer_options(broadcast_buffers, forward_sync_buffers)
+        if broadcast_buffers is None and forward_sync_buffers is None:
+            each_forward = common["fixed_micro_batches"] is None  # whose forwards write no buffers
 
         self.module = module
         self.process_group = group

@@ -417,6 +417,7 @@ class SyncOptions:
         }
         others = [
             ("find_unused_parameters", self.find_unused_parameters, "find_unused_parameters=True"),
+            ("broadcast_buffers", self.broadcast_buffers, "broadcast_buffers=True"),
             ("gradient_scale", self.gradient_scale is not None, f"gradient_scale={self.gradient_scale}"),
             ("check_finite raises", common["check_finite"] == "raise", "check_finite='raise'"),
             ("mixed_precision", self.forward_dtype is not None, "mixed_precision"),
