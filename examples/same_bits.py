@@ -2,9 +2,9 @@
 
     python examples/same_bits.py
 
-A step has 8 micro-batches, on any number of ranks. Four places make the bits independent of that number: [1] the
-wrapper adds gradients in one tree over the 8 micro-batches, [2] no layer has statistics over the samples that a rank
-has seen, [3] the loop takes this rank's numbers, and [4] the number decides which samples a micro-batch has.
+A step has 8 micro-batches, on any number of ranks. Four places make the bits independent of that number. [1] The
+wrapper adds gradients in one tree over the micro-batches. [2] No layer has statistics over the samples of a rank. [3]
+The loop takes this rank's numbers. [4] The number decides which samples a micro-batch has.
 
 The table has a hash of all weights and optimizer states for each number of ranks. The exit code is 0 only if all ranks
 of all jobs have the same hash.
