@@ -38,6 +38,7 @@ SUITES = {
     "wire": 240,
     "manual": 300,
     "sharded": 900,
+    "same_bits": 600,
 }
 LIMIT_ON_GPU = 900.0
 # Seconds that a suite is expected to need on a GPU.

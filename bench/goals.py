@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -49,6 +50,8 @@ WIRE_GOAL = 0.45  # extra GPU time with a bfloat16 wire over that of DDP with it
 SHARDED_ZERO_GOAL = 0.6  # whole step over DDP's with ZeroRedundancyOptimizer
 SHARDED_GOAL = 1.0  # over DDP's best mode with the plain optimizer
 SHARDED_MUON_GOAL = 0.6  # the same with Muon
+SAME_BITS_GOAL = 1.05  # step with as many fixed micro-batches as ranks, over the same with deterministic=True
+SAME_BITS_DEAL_GOAL = 1.10  # the same with ranks that have several micro-batches, and not equally many
 SHARDED_NETWORK_GOAL = 0.7  # the same in a simulated network where all bytes travel for a backward or more
 
 
@@ -414,6 +417,16 @@ def _sharded(case: str, contenders: dict[str, Entry]) -> Iterator[Outcome]:
                 yield Outcome("sharded", case, f"training step, {name} / {peer}", value, goals.get(peer))
 
 
+def _same_bits(case: str, contenders: dict[str, Entry]) -> Iterator[Outcome]:
+    ours, peer = contenders["fixed"], contenders["deterministic"]
+    count, ranks = re.findall(r"\d+", case)[:2]
+    goal = SAME_BITS_GOAL if count == ranks else SAME_BITS_DEAL_GOAL
+    yield Outcome("same_bits", case, "step, fixed / deterministic", ratio(ours.median, peer.median), goal)
+    yield Outcome("same_bits", case, "fastest step, fixed / deterministic", ratio(ours.min, peer.min), None)
+    value = ratio(ours.median, contenders["default"].median)
+    yield Outcome("same_bits", case, "step, fixed / default", value, None)
+
+
 JUDGES: dict[str, Callable[[str, dict[str, Entry]], Iterator[Outcome]]] = {
     "flatten": _flatten,
     "bucket_size": _bucket_size,
@@ -430,4 +443,5 @@ JUDGES: dict[str, Callable[[str, dict[str, Entry]], Iterator[Outcome]]] = {
     "wire": _wire,
     "manual": _manual,
     "sharded": _sharded,
+    "same_bits": _same_bits,
 }
