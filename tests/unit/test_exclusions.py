@@ -151,6 +151,7 @@ PROGRAMS = {
     ("fixed_micro_batches", "grad_norm_in_backward"): fixed_with(grad_norm_in_backward=True),
     ("fixed_micro_batches", "metrics"): fixed_with(metrics=3),
     ("fixed_micro_batches", "gradient_scale"): fixed_with(gradient_scale=1.0),
+    ("fixed_micro_batches", "broadcast_buffers"): fixed_with(broadcast_buffers=True),
     ("fixed_micro_batches", "mixed_precision"): fixed_with(ddp, mixed_precision=_MixedPrecision(param_dtype=BF16)),
     ("fixed_micro_batches", "auto"): fixed_with(comm_buffer_size="auto"),
     ("fixed_micro_batches", "hook"): fixed_and(hook, face=ddp),

@@ -21,7 +21,7 @@ __all__ = ["Cut", "TreeSum"]
 
 
 class Cut(Protocol):
-    """Neighbouring elements of a buffer, and which rank has which of them."""
+    """Neighbouring elements of a communication buffer, and which rank has which of them."""
 
     @property
     def bounds(self) -> Sequence[int]:
