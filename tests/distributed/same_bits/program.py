@@ -48,8 +48,16 @@ class Told:
 
 OPTIMIZERS: dict[str, Callable[[dpfuse.DataParallel], torch.optim.Optimizer]] = {
     "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1),
-    # "Muon" with dpfuse.ShardedOptimizer is to stand here.
+    "Muon": lambda model: _sharded(model),
 }
+
+
+def _sharded(model: dpfuse.DataParallel) -> torch.optim.Optimizer:
+    """Muon for matrices, and AdamW for the rest, in parts of all ranks."""
+    params = list(model.parameters())
+    matrices = {"params": [each for each in params if each.dim() == 2], "optimizer_class": torch.optim.Muon, "lr": 0.02}
+    rest = {"params": [each for each in params if each.dim() != 2], "lr": 0.01}
+    return dpfuse.ShardedOptimizer(model, torch.optim.AdamW, params=[matrices, rest])
 
 
 class Training:
