@@ -580,7 +580,8 @@ class Reducer:
         if phase is LOCAL and self.accumulation.feeds:
             order = self._in_use.order_of(param)
             self._in_use.ready[order].entries.append(param)
-            self._examine(order)
+            if self.accumulation.takes_parts:  # how often a gradient becomes ready is not known yet
+                self._examine(order)
 
     def _examine(self, order: int) -> None:
         """Send what is complete. The sentinel of bucket `order` became ready."""

@@ -47,6 +47,8 @@ class Accumulating(Feed):
         "or leave accumulate_in_buckets out."
     )
 
+    takes_parts = True  # whether a gradient may be taken while more of it comes in the same backward
+
     def __init__(self, buffer: CommBuffer, hooks: Hooks, writers: WritingStreams | None, label: str) -> None:
         self.held: set[int] = set()
         self._buffer = buffer
@@ -183,10 +185,14 @@ class Accumulation:
     Args:
         feeds: those that accumulate, by the place of their bucket in the order of communication.
         window: counts such backwards.
+
+    Attributes:
+        takes_parts: whether a gradient may be taken while more of it comes in the same backward.
     """
 
     def __init__(self, feeds: dict[int, Accumulating], window: Window) -> None:
         self.feeds = feeds
+        self.takes_parts = all(feed.takes_parts for feed in feeds.values())
         self._window = window
 
     def ready(self, order: int) -> None:

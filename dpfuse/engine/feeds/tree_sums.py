@@ -33,6 +33,7 @@ class TreeSums(Accumulating):
 
     WHY = "where the gradients of fixed micro-batches are added up"
     REMEDY = "Finish the loop over micro_batches() first."
+    takes_parts = False  # the rest would be added to the sibling's gradient, in another order
 
     def __init__(
         self,

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import dpfuse
+from tests.distributed.same_bits.test_right_programs import Shared
 
 
 def net(*middle):
@@ -144,6 +145,17 @@ def test_zero_grad_inside_the_loop_is_named(group):
             backward(model)
             model.zero_grad()
     loop(model)
+
+
+def test_a_micro_batch_in_which_more_of_a_gradient_comes_than_in_others_is_named(group):
+    model = wrap(Shared())
+    loop(model)
+    model.zero_grad()
+    text = r"'layer\.\w+' of micro-batch 0 came after .* Use the parameter equally often"
+    with pytest.raises(dpfuse.DPFuseError, match=text), pytest.warns(UserWarning, match="thrown away"):
+        for number in model.micro_batches():
+            model.module.uses = 3 if number == 0 else 2
+            backward(model)
 
 
 @pytest.fixture

@@ -45,6 +45,33 @@ class Net(nn.Module):
         return self.last(checkpoint(self.begin, x, use_reentrant=self.reentrant))
 
 
+class Shared(nn.Module):
+    """One layer, used several times, each time in a checkpoint that accumulates its gradient by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.uses = 2
+
+    def forward(self, x):
+        x = x.clone().requires_grad_()
+        for _ in range(self.uses):
+            x = checkpoint(lambda inner: torch.tanh(self.layer(inner)), x, use_reentrant=True)
+        return x
+
+
+class Growing(nn.Module):
+    """Gets another layer while it is trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(3, 8), nn.Identity(), nn.Linear(8, 2)
+
+    def forward(self, x):
+        x = torch.tanh(self.first(x.to(self.first.weight.dtype)))
+        return self.last(x + self.middle(x))
+
+
 def wrapped(build=Net, face=dpfuse.DataParallel, **options):
     torch.manual_seed(3)
     return face(build(), fixed_micro_batches=COUNT, **options)
@@ -172,6 +199,27 @@ def batches_first():
     return digest([*state_of(model.module), torch.tensor(draws), torch.tensor(random.random())])
 
 
+def changed(change):
+    """A model that changes after two steps, and gets another optimizer."""
+    model = wrapped(Growing)
+    train(model, steps=2)
+    torch.manual_seed(9)
+    change(model.module)
+    return train(model)
+
+
+def grow(module):
+    module.middle = nn.Linear(8, 8)
+
+
+def with_hooks():
+    model, seen = wrapped(), []
+    for param in model.parameters():
+        param.register_hook(lambda grad: grad * 2)
+        param.register_post_accumulate_grad_hook(seen.append)
+    return train(model)
+
+
 def in_eval_mode():
     model = wrapped()
     model.eval()
@@ -192,6 +240,10 @@ PROGRAMS = {
     "autocast": lambda: train(wrapped(), body=in_autocast),
     "reentrant checkpoints": lambda: train(wrapped(partial(Net, True))),
     "checkpoints": lambda: train(wrapped(partial(Net, False))),
+    "a layer that is used twice": lambda: train(wrapped(Shared)),
+    "a layer that is added": lambda: changed(grow),
+    "another dtype": lambda: changed(nn.Module.double),
+    "hooks": with_hooks,
     "training in eval mode": in_eval_mode,
     "a generator and a discriminator": generator_and_discriminator,
     "beside a usual model": beside_a_usual_model,
