@@ -728,7 +728,7 @@ class Reducer:
         outcome = self._run.outcome
         frozen = {self._in_use.index_of(param) for param in missing if not param.requires_grad}
         if not frozen <= self._frozen:
-            if self._wiring.window.is_open and self._wiring.window.freezes_inside:
+            if self._wiring.window.is_open and not self._wiring.window.uneven:
                 outcome.just_frozen |= frozen - self._frozen
             self._freeze(self._frozen | frozen)
             outcome.frozen = self._frozen

@@ -24,9 +24,8 @@ class Window:
     Attributes:
         require_sync: whether backwards of the next forwards are synchronised; `no_sync()` switches it off.
         without_inputs: whether this rank has no inputs, and only takes part for ranks that still have some.
-        freezes_inside: whether parameters may be frozen inside a window, after a backward has accumulated gradients for
-            them. False where ranks have different numbers of backwards: one that has a single backward could not tell
-            that from parameters that were frozen before.
+        uneven: whether the ranks' shares of a fixed number of batches differ. No rank then compares its forwards, and
+            none takes it that parameters were frozen inside of a window: one with a single backward could not.
         compares_backwards: False while ranks give weights, which say how much each of them has.
         died: whether a backward that was not synchronised died in this window.
         began: the window in which the forward that is running began, if it counts.
@@ -35,7 +34,7 @@ class Window:
     def __init__(self, *, counts_forwards: bool = True) -> None:
         self.require_sync = True
         self.without_inputs = False
-        self.freezes_inside = True
+        self.uneven = False
         self.compares_backwards = True
         self.died = False
         self.began = NEVER
@@ -196,7 +195,7 @@ class Window:
             ),
             Field(
                 "forwards",
-                lambda: self._forwards if self._counts_forwards else 0,
+                lambda: self._forwards if self._counts_forwards and not self.uneven else 0,
                 lambda number: f"has run {_counted(number, 'forward')} without a backward",
                 "If the forward was only for a log or an evaluation, run it under torch.no_grad(), or in eval mode. If "
                 "a rank dropped a batch after its forward, keep the ranks in step: skip a batch on all ranks or on "

@@ -78,7 +78,8 @@ class MicroLoop(Feature):
         self._window = window
         self._forget = forget
         self._loop = _Loop(is_done=True)
-        window.require_sync = window.compares_backwards = window.freezes_inside = False
+        window.require_sync = window.compares_backwards = False
+        window.uneven = True
 
     def join(self, engine: Engine) -> None:
         """As `Feature.join`."""
@@ -195,7 +196,6 @@ class MicroLoop(Feature):
         self._window.require_sync = False
         self.deal.number = None
         self._forget()
-        self._window.forget_forwards()  # the peers may have had a backward for each of theirs
         self.deal.lost = False
 
     def refuse_inside(self, what: str) -> None:

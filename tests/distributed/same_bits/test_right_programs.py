@@ -117,6 +117,29 @@ def evaluate_on_one(model, step):
         evaluate(model, step)
 
 
+def look_on_one(model, step):
+    """A forward in training mode, for a log, of which no other rank knows."""
+    if dist.get_rank() == 0:
+        loss(model, step)
+
+
+def look_before_one(model, step, number):
+    """As that, for one of the micro-batches."""
+    if number == 0:
+        random_state = torch.get_rng_state()
+        loss(model, step)
+        torch.set_rng_state(random_state)
+    usual(model, step, number)
+
+
+def try_again(model, step, number):
+    """The forward of one micro-batch fails at first."""
+    if number == 1:
+        with pytest.raises(RuntimeError, match="shapes"):
+            model(torch.ones(2, 5))
+    usual(model, step, number)
+
+
 def evaluate_before(model, step, number):
     evaluate(model, step)
     usual(model, step, number)
@@ -233,6 +256,9 @@ PROGRAMS = {
     "evaluation": lambda: train(wrapped(), after=evaluate),
     "evaluation on one rank": lambda: train(wrapped(), after=evaluate_on_one),
     "evaluation inside the loop": lambda: train(wrapped(), body=evaluate_before),
+    "a look on one rank": lambda: train(wrapped(), after=look_on_one),
+    "a look at one micro-batch": lambda: train(wrapped(), body=look_before_one),
+    "another try": lambda: train(wrapped(), body=try_again),
     "a penalty on gradients": lambda: train(wrapped(), body=penalty),
     "gradients that are not averaged": lambda: train(wrapped(), after=gradient_alone),
     "two forwards": lambda: train(wrapped(), body=two_forwards),
@@ -265,8 +291,9 @@ def test_right_programs_hear_nothing_and_have_the_same_bits(ranks):
     for three in ranks(told, list(PROGRAMS), size=3):
         assert three == alone
     same = ("plain", "torch's face", "evaluation", "evaluation on one rank", "evaluation inside the loop")
+    looks = ("a look on one rank", "a look at one micro-batch", "another try")
     checkpoints = ("gradients that are not averaged", "reentrant checkpoints", "checkpoints", "beside a usual model")
-    assert {alone[name] for name in (*same, *checkpoints)} == {alone["plain"]}
+    assert {alone[name] for name in (*same, *looks, *checkpoints)} == {alone["plain"]}
 
 
 @pytest.mark.ranks(size=3)
