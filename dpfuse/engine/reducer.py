@@ -401,6 +401,8 @@ class Reducer:
             for tell in wiring.events.thawed:
                 tell([params[index] for index in thawed])
         if not sync:
+            if not wiring.window.is_open:  # ranks whose windows differ in length find the same in their last backward
+                self._note_frozen(params)
             self._enter(LOCAL)
         elif not self._uses_ready_lists and self._in_use.report.unreadable:
             raise DPFuseError(messages.captured_first(wiring.rank))
@@ -728,7 +730,7 @@ class Reducer:
         outcome = self._run.outcome
         frozen = {self._in_use.index_of(param) for param in missing if not param.requires_grad}
         if not frozen <= self._frozen:
-            if self._wiring.window.is_open and not self._wiring.window.uneven:
+            if self._wiring.window.is_open:
                 outcome.just_frozen |= frozen - self._frozen
             self._freeze(self._frozen | frozen)
             outcome.frozen = self._frozen

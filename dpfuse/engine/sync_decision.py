@@ -24,8 +24,7 @@ class Window:
     Attributes:
         require_sync: whether backwards of the next forwards are synchronised; `no_sync()` switches it off.
         without_inputs: whether this rank has no inputs, and only takes part for ranks that still have some.
-        uneven: whether the ranks' shares of a fixed number of batches differ. No rank then compares its forwards, and
-            none takes it that parameters were frozen inside of a window: one with a single backward could not.
+        uneven: whether ranks have different numbers of forwards, of a fixed number in all. Then they are not compared.
         compares_backwards: False while ranks give weights, which say how much each of them has.
         died: whether a backward that was not synchronised died in this window.
         began: the window in which the forward that is running began, if it counts.

@@ -373,3 +373,21 @@ def test_without_a_process_group_a_mean_is_what_it_is_and_a_sum_is_nobodys():
         model.set_gradient_weight(4, "sum")
     with pytest.raises(ValueError, match="weight must be finite"):
         model.set_gradient_weight(-4)
+
+
+@pytest.mark.parametrize("face", ["views", "private", "bucket each", "ddp"])
+@pytest.mark.ranks(size=2)
+def test_a_layer_that_is_frozen_between_windows_of_different_lengths_gets_no_gradient(rank, size, face):
+    """Else an optimizer with weight decay would move its weights on the rank that has the longer window."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    model = FACES[face](net)
+    backwards = 2 - rank
+    for step in range(5):
+        net[0].requires_grad_(step not in (1, 3))
+        for number in range(backwards):
+            with model.no_sync(enabled=number < backwards - 1):
+                model.set_gradient_weight(backwards)
+                model(torch.ones(2, 3)).sum().backward()
+        assert (net[0].weight.grad is None) == (step in (1, 3)), step
+        model.zero_grad()
