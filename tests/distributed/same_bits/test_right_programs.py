@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import random
 import warnings
 from functools import partial
@@ -243,6 +244,17 @@ def with_hooks():
     return train(model)
 
 
+def in_two_threads():
+    os.environ["DPFUSE_THREADS"] = "2"
+    try:
+        model = wrapped(partial(Net, width=20_000))
+        assert torch.get_num_threads() == 2
+        return train(model, steps=2)
+    finally:
+        del os.environ["DPFUSE_THREADS"]
+        torch.set_num_threads(1)
+
+
 def in_eval_mode():
     model = wrapped()
     model.eval()
@@ -270,6 +282,7 @@ PROGRAMS = {
     "a layer that is added": lambda: changed(grow),
     "another dtype": lambda: changed(nn.Module.double),
     "hooks": with_hooks,
+    "two threads": in_two_threads,
     "training in eval mode": in_eval_mode,
     "a generator and a discriminator": generator_and_discriminator,
     "beside a usual model": beside_a_usual_model,
