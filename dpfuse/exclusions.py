@@ -61,7 +61,7 @@ EXCLUSIONS = (
         "fixed_micro_batches",
         OF_OTHER_SUMS,
         "gradients are added in one tree, in float32, and divided by the number of micro-batches",
-        "Leave {option} out.",
+        LEAVE_ONE,
     ),
     Exclusion(
         "fixed_micro_batches",

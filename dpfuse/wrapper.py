@@ -38,7 +38,7 @@ from dpfuse.model.agreement import agree_on_model
 from dpfuse.model.buffers import BufferKind
 from dpfuse.model.check import check_module
 from dpfuse.model.logs import show_chosen_logs
-from dpfuse.model.micro_loop import MicroLoop, common_seed, set_threads
+from dpfuse.model.micro_loop import MicroLoop, common_seed, refuse_without_group, set_threads
 from dpfuse.model.module_sync import FaceParts, Measurable, ModuleSync
 from dpfuse.model.options import SyncOptions, filled
 from dpfuse.model.transforms import may_have_backward
@@ -129,12 +129,14 @@ class SyncedModule(nn.Module):
                 show_chosen_logs()
                 deadline.read()
                 self._options = self._options.with_plan_read()
-                if self._options.micro_batches is not None:
-                    self._options = replace(self._options, threads=set_threads())
             plan = check_module(self.module, self._options, group)
+            if fresh and group is None and self._options.micro_batches is not None:
+                refuse_without_group(self._options.micro_batches)
             if group is not None and fresh:  # else nothing is compared, or it was when the original was made
                 device = torch.device(plan.buckets[0].device)
                 self._options = replace(self._options, registered=can_register(group, device))
+                if self._options.micro_batches is not None:
+                    self._options = replace(self._options, threads=set_threads())
         except Exception as error:
             if group is not None and fresh:
                 votes.report_failure(error, group, "the wrapped module")
@@ -277,6 +279,7 @@ class SyncedModule(nn.Module):
             An iterator over this rank's numbers of `range(fixed_micro_batches)`.
 
         Raises:
+            TypeError, ValueError: `step` is no whole number of at least 0.
             DPFuseError: the wrapper has no `fixed_micro_batches`; the last loop was left before its end, a parameter
                 has a gradient already, or the number of threads has changed. And in the loop: a micro-batch had no
                 backward, or two.
@@ -750,6 +753,8 @@ class SyncedModule(nn.Module):
         state["_require_sync"] = self.require_backward_grad_sync
         if self._sync is not None:
             state["_agreed_buffers"] = dict(self._sync.buffers.agreed)
+            if self._sync.micro_loop is not None:
+                state["_steps"] = self._sync.micro_loop.steps
         return state
 
     def _restore(self, state: dict[str, Any], group: dist.ProcessGroup | None) -> None:
@@ -761,6 +766,8 @@ class SyncedModule(nn.Module):
         self._connect(group, fresh=False)
         if self._sync is None or self._sync.micro_loop is None:
             self.require_backward_grad_sync = require_sync
+        else:
+            self._sync.micro_loop.steps = state.get("_steps", 0)
 
     def extra_repr(self) -> str:
         """Ranks, back end and buckets, for `repr(model)`."""

@@ -61,11 +61,6 @@ class Subtrees:
         own = self.nodes[0]
         own[own.numel() - report.numel() :].copy_(report)
 
-    @property
-    def held(self) -> int:
-        """The number of nodes that hold something, with that of the open micro-batch."""
-        return len(self._stack.nodes) + (self._open is not None and not self._joins)
-
     def open(self, number: int) -> bool:
         """Begin a micro-batch, and close those before, which may have had no gradient here.
 

@@ -24,7 +24,6 @@ class Window:
     Attributes:
         require_sync: whether backwards of the next forwards are synchronised; `no_sync()` switches it off.
         without_inputs: whether this rank has no inputs, and only takes part for ranks that still have some.
-        uneven: whether ranks have different numbers of forwards, of a fixed number in all. Then they are not compared.
         compares_backwards: False while ranks give weights, which say how much each of them has.
         died: whether a backward that was not synchronised died in this window.
         began: the window in which the forward that is running began, if it counts.
@@ -33,7 +32,6 @@ class Window:
     def __init__(self, *, counts_forwards: bool = True) -> None:
         self.require_sync = True
         self.without_inputs = False
-        self.uneven = False
         self.compares_backwards = True
         self.died = False
         self.began = NEVER
@@ -194,7 +192,7 @@ class Window:
             ),
             Field(
                 "forwards",
-                lambda: self._forwards if self._counts_forwards and not self.uneven else 0,
+                lambda: self._forwards if self._counts_forwards else 0,
                 lambda number: f"has run {_counted(number, 'forward')} without a backward",
                 "If the forward was only for a log or an evaluation, run it under torch.no_grad(), or in eval mode. If "
                 "a rank dropped a batch after its forward, keep the ranks in step: skip a batch on all ranks or on "

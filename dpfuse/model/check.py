@@ -103,7 +103,7 @@ def check_module(
                 f"parameter {spec.name!r} has sparse gradients of dtype {spec.dtype}; expected real ones. Build its "
                 "embedding with sparse=False."
             )
-    if (count := options.micro_batches) is not None:
+    if (count := options.micro_batches) is not None and group is not None:
         check_micro_batches(module, count, plan, group)
     return plan
 

@@ -22,7 +22,7 @@ from dpfuse.engine.report_layout import Field
 from dpfuse.engine.sync_decision import Window
 from dpfuse.errors import DPFuseError
 
-__all__ = ["MicroLoop", "check_micro_batches", "common_seed", "set_threads"]
+__all__ = ["MicroLoop", "check_micro_batches", "common_seed", "refuse_without_group", "set_threads"]
 
 THREADS = "DPFUSE_THREADS"  # the variable that asks for more than one thread
 STEP_BITS = 12
@@ -78,8 +78,12 @@ class MicroLoop(Feature):
         self._window = window
         self._forget = forget
         self._loop = _Loop(is_done=True)
+        self._with_buffers = [
+            (f"{name}." if name else "", layer)
+            for name, layer in module.named_modules()
+            if layer._buffers.keys() - layer._non_persistent_buffers_set
+        ]
         window.require_sync = window.compares_backwards = False
-        window.uneven = True
 
     def join(self, engine: Engine) -> None:
         """As `Feature.join`."""
@@ -88,12 +92,17 @@ class MicroLoop(Feature):
             Field(
                 "micro-batch step",
                 lambda: self.steps,
-                lambda number: f"averages the micro-batches of step {number}",
+                lambda number: f"averages the micro-batches of step {self._near(number)}",
                 "Run one loop over micro_batches() in each step on every rank, and pass the same step where you pass "
                 "one.",
                 bits=STEP_BITS,
             )
         )
+
+    def _near(self, number: int) -> int:
+        """The step that the last bits of its number tell: that which is next to this rank's."""
+        half = 1 << (STEP_BITS - 1)
+        return self.steps + (number - self.steps + half) % (2 * half) - half
 
     @property
     def in_last(self) -> bool:
@@ -105,10 +114,11 @@ class MicroLoop(Feature):
         if not self._loop.is_done:
             number = self.deal.number
             self.throw_away()
+            left = "before it began" if number is None else f"at micro-batch {number}"
             raise DPFuseError(
-                f"rank {self._rank}: the loop over micro_batches() before this one was left at micro-batch {number}, "
-                f"expected all of {_listed(self.deal.of(self._rank))}. Run each loop to its end. Call "
-                "discard_accumulated() before you begin a step again, on this rank or on all."
+                f"rank {self._rank}: the loop over micro_batches() before this one was left {left}, "
+                f"expected all of {_listed(self.deal.of(self._rank))}. Run each loop to its end. Call zero_grad() of "
+                "the wrapper before you begin a step again, on this rank or on all."
             )
         threads = torch.get_num_threads()
         if threads != self.threads:
@@ -125,7 +135,7 @@ class MicroLoop(Feature):
                     "with set_to_none=True, its default."
                 )
         if step is not None:
-            self.steps = step
+            self.steps = _checked(step)
         self._loop = loop = _Loop()
         self.deal.lost = False
         return self._run(loop)
@@ -196,6 +206,9 @@ class MicroLoop(Feature):
         self._window.require_sync = False
         self.deal.number = None
         self._forget()
+        self._window.begin_again()
+        self._window.forget_requests()  # else the first backward of the next loop would synchronise
+        self._window.forget_forwards()
         self.deal.lost = False
 
     def refuse_inside(self, what: str) -> None:
@@ -209,11 +222,17 @@ class MicroLoop(Feature):
 
     def backward_begins(self, *, sync: bool, announced: bool) -> None:
         """As `Watcher.backward_begins`."""
+        if sync and not self.in_last:
+            raise DPFuseError(
+                f"rank {self._rank}: a backward would synchronise at micro-batch {self.deal.number}, expected that of "
+                f"micro-batch {self.deal.of(self._rank)[-1]} alone. Run the forward and the backward of each "
+                "micro-batch in the same turn of the loop over micro_batches()."
+            )
         if sync and self.deal.lost:
             raise DPFuseError(
                 f"rank {self._rank}: gradients of micro-batches of this step were lost, because a backward has failed, "
-                "or buckets were made again, inside of the loop over micro_batches(). Call discard_accumulated() and "
-                "begin the loop again."
+                "or buckets were made again, inside of the loop over micro_batches(). Call zero_grad() of the "
+                "wrapper, and begin the loop again."
             )
 
     def local_backward_ended(self, *, added: bool) -> None:
@@ -240,23 +259,26 @@ class MicroLoop(Feature):
         return f"the parameter {next(names, '?')!r}"
 
     def _written_buffers(self) -> dict[str, tuple[int, int]]:
-        """Return which tensor each buffer of the state dict is, and how often it was written."""
+        """Return which tensor each buffer of the state dict is, and how often it was written; of layers with some."""
         return {
-            f"{prefix}.{name}" if prefix else name: (id(buffer), buffer._version)
-            for prefix, module in self._module.named_modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None and name not in module._non_persistent_buffers_set and not buffer.is_inference()
+            f"{prefix}{name}": (id(buffer), buffer._version)
+            for prefix, layer in self._with_buffers
+            for name, buffer in layer._buffers.items()
+            if buffer is not None and name not in layer._non_persistent_buffers_set and not buffer.is_inference()
         }
 
 
-def check_micro_batches(module: nn.Module, count: int, plan: BucketPlan, group: dist.ProcessGroup | None) -> None:
+def refuse_without_group(count: int) -> None:
+    """Raise ValueError: without a process group the wrapper would only pass calls through."""
+    raise ValueError(
+        f"fixed_micro_batches={count} was passed without a process group, expected one, also of one rank. Call "
+        "dpfuse.init_parallel_env() before wrapping, and start the program with the launcher."
+    )
+
+
+def check_micro_batches(module: nn.Module, count: int, plan: BucketPlan, group: dist.ProcessGroup) -> None:
     """Raise ValueError where a module cannot be trained with a fixed number of micro-batches; the text has a name."""
     begin = f"fixed_micro_batches={count}"
-    if group is None:
-        raise ValueError(
-            f"{begin} was passed without a process group, expected one, also of one rank. Call "
-            "dpfuse.init_parallel_env() before wrapping, and start the program with the launcher."
-        )
     if count < group.size():
         raise ValueError(
             f"{begin} was passed on {group.size()} ranks, expected at least as many micro-batches as ranks. Make "
@@ -277,6 +299,14 @@ def check_micro_batches(module: nn.Module, count: int, plan: BucketPlan, group: 
                 "statistics depend on which micro-batches a rank has. Use GroupNorm or LayerNorm, pass "
                 "track_running_stats=False, or call eval() of the layer before wrapping."
             )
+
+
+def _checked(step: Any) -> int:
+    if isinstance(step, bool) or not isinstance(step, int):
+        raise TypeError(f"step must be an integer, got {step!r} of type {type(step).__name__}")
+    if step < 0:
+        raise ValueError(f"step must be at least 0, got {step}")
+    return step
 
 
 def set_threads() -> int:

@@ -132,7 +132,8 @@ class ModuleSync:
         face: FaceParts = FaceParts(),
         agreed_buffers: Mapping[str, BufferKind] | None = None,
     ) -> None:
-        self.window = Window(counts_forwards=not options.find_unused_parameters)
+        fixed = options.micro_batches is not None  # then ranks have different numbers of forwards
+        self.window = Window(counts_forwards=not (options.find_unused_parameters or fixed))
         self.before_collectives: Callable[[], None] | None = None
         self.options = options
         self._module = module

@@ -363,6 +363,8 @@ class SyncOptions:
         """Return all options by name, for the comparison with the other ranks."""
         facts = asdict(self)
         common: dict[str, Any] = facts.pop("common")
+        threads = facts.pop("threads")
+        common = common | ({"DPFUSE_THREADS": threads} if threads else {})
         given = {} if self.follows_rule else {"plan": "given"}  # its buckets are compared, and not where it comes from
         return common | given | facts
 

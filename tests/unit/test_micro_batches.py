@@ -138,17 +138,14 @@ def gradients(number, dtype, generator):
 
 def fill(subtrees, own, leaves, sparse):
     """Give the gradients of these micro-batches to the tree, as the feed does it."""
-    most = 0
     for number in own:
         if number in leaves or number == own[-1] or not sparse:
             adds = subtrees.open(number)
-            most = max(most, subtrees.held)
             if number in leaves:
                 flatten(leaves[number], subtrees.leaf, accumulate=adds)
             elif not adds:
                 subtrees.leaf.flat.fill_(-0.0)
     subtrees.close()
-    return most
 
 
 def sum_of(leaves, first, size, count, dtype):
@@ -178,8 +175,8 @@ def assert_subtrees_hold_the_sums(count, ranks, leaves, dtype=torch.float32, spa
         memory = Memory()
         subtrees = Subtrees(deal, rank, NUMEL, SLOTS, dtype, memory)
         for _ in range(2):  # the second step finds in the memory what the first one left there
-            most = fill(subtrees, deal.of(rank), leaves, sparse)
-            assert most <= len(memory.allocated) == deal.most_nodes(rank)
+            fill(subtrees, deal.of(rank), leaves, sparse)
+            assert len(memory.allocated) == deal.most_nodes(rank)
             for node, own in zip(subtrees.nodes, deal.subtrees(rank), strict=True):
                 expected = sum_of(leaves, *own, count, sums)
                 expected = torch.full((NUMEL,), -0.0, dtype=sums) if expected is None else expected

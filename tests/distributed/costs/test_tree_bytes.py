@@ -27,6 +27,8 @@ class Counted:
         self.received.append(parts.nbytes)
         return collective.start_all_to_all(parts, flat, *others)
 
+    together = staticmethod(collective.together)
+
     def start_all_gather_into(self, flat, part, group):
         self.gathered.append(flat.nbytes)
         return collective.start_all_gather_into(flat, part, group)

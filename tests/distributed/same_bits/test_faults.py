@@ -82,7 +82,7 @@ def test_a_rank_that_dies_in_its_loop_is_named_on_all_others():
 
 def test_another_number_of_threads_on_one_rank_is_named_on_all_when_the_module_is_wrapped():
     for text in errors("threads", told_by_ranks("threads", DPFUSE_THREADS="2")):
-        assert re.search(r"rank 1 has 'option threads = 2(\.0)?', rank 0 has 'option threads = 1", text)
+        assert re.search(r"rank 1 has 'option DPFUSE_THREADS = 2(\.0)?', rank 0 has 'option DPFUSE_THREADS = 1", text)
 
 
 def test_a_rank_in_another_step_is_named_on_all():
