@@ -98,6 +98,12 @@ EXCLUSIONS = (
         "Multiply the loss with the weight, divided by the mean of the weights of all ranks.",
     ),
     Exclusion("ShardedOptimizer", OF_WHOLE, PART, LEAVE_ONE),
+    Exclusion(
+        "ShardedOptimizer",
+        ("several threads",),
+        "threads divide the part of a rank at places that depend on the number of ranks",
+        "Leave DPFUSE_THREADS out, or use a plain optimizer.",
+    ),
     Exclusion("step_in_backward", OF_STEPS, "parameters are updated before backward has ended", LEAVE_ONE),
     Exclusion(
         "DTensor",

@@ -122,6 +122,8 @@ class SyncedModule(nn.Module):
         """Build everything that is not part of the model. A copy (not `fresh`) needs no exchange with its peers."""
         self._group = group
         self._let_go()
+        if self._sync_if_any() is not None:
+            self._options = self._options_now()
         self._sync = None
         self._require_sync = True
         try:
@@ -256,7 +258,7 @@ class SyncedModule(nn.Module):
             return
         sync = self._sync_if_any()
         if sync is not None:
-            _refuse_no_sync(sync)
+            _refuse_no_sync(sync, "no_sync() was called")
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False
         try:
@@ -450,7 +452,7 @@ class SyncedModule(nn.Module):
         else:
             if sync.micro_loop is not None and bool(value) == sync.micro_loop.in_last:
                 return  # as it is, such as in a copy
-            _refuse_no_sync(sync)
+            _refuse_no_sync(sync, "require_backward_grad_sync was set")
             sync.grads.reducer.require_sync = bool(value)
 
     def _sync_if_any(self) -> ModuleSync | None:
@@ -503,6 +505,8 @@ class SyncedModule(nn.Module):
     def discard_accumulated(self) -> None:
         """Throw away what `accumulate_in_buckets=True` has accumulated: the next batch begins a new window.
 
+        With `fixed_micro_batches` it ends the loop over `micro_batches()`, whose step can be begun again.
+
         `optimizer.zero_grad()` cannot see it, for it is not in `.grad`; `zero_grad()` of this wrapper does the same.
 
         Raises:
@@ -547,7 +551,7 @@ class SyncedModule(nn.Module):
             self._sync.synchronize_weights()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As that of every module, also for what `accumulate_in_buckets=True` has accumulated."""
+        """As that of every module, also for what lies in buckets; it calls `discard_accumulated()`."""
         super().zero_grad(set_to_none)
         if self._sync_if_any() is not None:
             self.discard_accumulated()
@@ -753,9 +757,13 @@ class SyncedModule(nn.Module):
         state["_require_sync"] = self.require_backward_grad_sync
         if self._sync is not None:
             state["_agreed_buffers"] = dict(self._sync.buffers.agreed)
-            if self._sync.micro_loop is not None:
-                state["_steps"] = self._sync.micro_loop.steps
+            state["_options"] = self._options_now()
         return state
+
+    def _options_now(self) -> SyncOptions:
+        """The options, with the seed and the step of fixed micro-batches, which change while training."""
+        loop = None if self._sync is None else self._sync.micro_loop
+        return self._options if loop is None else replace(self._options, seed=loop.seed, steps=loop.steps)
 
     def _restore(self, state: dict[str, Any], group: dist.ProcessGroup | None) -> None:
         options: SyncOptions = state["_options"]
@@ -766,8 +774,6 @@ class SyncedModule(nn.Module):
         self._connect(group, fresh=False)
         if self._sync is None or self._sync.micro_loop is None:
             self.require_backward_grad_sync = require_sync
-        else:
-            self._sync.micro_loop.steps = state.get("_steps", 0)
 
     def extra_repr(self) -> str:
         """Ranks, back end and buckets, for `repr(model)`."""
@@ -782,10 +788,10 @@ class SyncedModule(nn.Module):
         return f"rank={group.rank()}, world_size={group.size()}, backend={backend}, buckets=[{buckets}] MB"
 
 
-def _refuse_no_sync(sync: ModuleSync) -> None:
+def _refuse_no_sync(sync: ModuleSync, what: str) -> None:
     """Raise DPFuseError where another loop decides which backwards synchronise."""
     if sync.micro_loop is not None:
-        refuse("no_sync", f"rank {sync.grads.group.rank()}: no_sync() was called with", sync.in_use)
+        refuse("no_sync", f"rank {sync.grads.group.rank()}: {what} with", sync.in_use)
 
 
 def _warn_of_wrappers_inside(module: nn.Module, ignored: Collection[str]) -> None:

@@ -40,7 +40,8 @@ class SeededDataset(Dataset[Any]):
     """Seeds the global generators of torch, Python and NumPy before each sample, and restores them after it.
 
     An augmentation then draws the same for a sample in an epoch, whichever worker of whichever rank loads it. A
-    `MicroBatchSampler` tells the epoch; other samplers leave it at 0.
+    `MicroBatchSampler` tells the epoch to the data set that the loader has, so this must be the outermost one, and not
+    inside of a `Subset`. With other samplers the epoch is 0.
 
     Args:
         dataset: of numbered samples.

@@ -172,7 +172,7 @@ def nonfinite(step: int, counts: Mapping[str, int]) -> str:
 def discarded(count: int) -> str:
     """What to say where an exception ended a window in which `count` parameters had gradients in buckets."""
     return (
-        f"an exception ended a backward that was not to synchronise, and what was accumulated in the buckets before, "
+        f"an exception ended a backward inside no_sync(), and what was accumulated in the buckets before, "
         f"for {count} parameter{'s' * (count != 1)}, was thrown away. Zero the gradients, and begin again with the "
         "first batch since the last synchronised backward."
     )

@@ -20,6 +20,7 @@ class Window:
 
     Args:
         counts_forwards: False where ranks may differ in which outputs they use.
+        counts_backwards: False where ranks have different numbers of them.
 
     Attributes:
         require_sync: whether backwards of the next forwards are synchronised; `no_sync()` switches it off.
@@ -29,7 +30,7 @@ class Window:
         began: the window in which the forward that is running began, if it counts.
     """
 
-    def __init__(self, *, counts_forwards: bool = True) -> None:
+    def __init__(self, *, counts_forwards: bool = True, counts_backwards: bool = True) -> None:
         self.require_sync = True
         self.without_inputs = False
         self.compares_backwards = True
@@ -37,6 +38,7 @@ class Window:
         self.began = NEVER
         self._reached = True  # whether the outputs that were reached last are of a forward that counts
         self._counts_forwards = counts_forwards
+        self._counts_backwards = counts_backwards
         self._number = NEVER
         self._backwards = 0
         self._forwards = 0
@@ -184,7 +186,7 @@ class Window:
         return [
             Field(
                 "backwards",
-                lambda: self._backwards if self.compares_backwards else 0,
+                lambda: self._backwards if self.compares_backwards and self._counts_backwards else 0,
                 lambda number: f"has run {_counted(number + 1, 'backward')} since the last averaged one",
                 "Enter no_sync() on all ranks or on none, and for as many batches; where windows are to differ in "
                 "length, call set_gradient_weight() for each. Where one rank would skip a batch, its loss can be "

@@ -25,7 +25,7 @@ from dpfuse.errors import DPFuseError
 __all__ = ["MicroLoop", "check_micro_batches", "common_seed", "refuse_without_group", "set_threads"]
 
 THREADS = "DPFUSE_THREADS"  # the variable that asks for more than one thread
-STEP_BITS = 12
+STEP_BITS = 24
 
 
 @dataclass(eq=False)
@@ -47,6 +47,7 @@ class MicroLoop(Feature):
         module: that is wrapped.
         window: of the model; it never synchronises but in the last backward of a loop.
         seed: of the training.
+        steps: how many are done.
         threads: with which torch computes on all ranks.
         forget: throws away what was added up.
 
@@ -66,11 +67,12 @@ class MicroLoop(Feature):
         window: Window,
         *,
         seed: int,
+        steps: int,
         threads: int,
         forget: Callable[[], object],
     ) -> None:
         self.deal = deal
-        self.steps = 0
+        self.steps = steps
         self.seed = seed
         self.threads = threads
         self._rank = rank
@@ -83,7 +85,9 @@ class MicroLoop(Feature):
             for name, layer in module.named_modules()
             if layer._buffers.keys() - layer._non_persistent_buffers_set
         ]
-        window.require_sync = window.compares_backwards = False
+        self._buffers: dict[str, tuple[Tensor, int]] = {}  # of the layers, when the loop began
+        self._sends = False  # whether the backward that runs synchronises
+        window.require_sync = False
 
     def join(self, engine: Engine) -> None:
         """As `Feature.join`."""
@@ -131,18 +135,19 @@ class MicroLoop(Feature):
             if param.grad is not None:
                 raise DPFuseError(
                     f"rank {self._rank}: {self._name(param)} has a gradient at the beginning of micro_batches(), "
-                    "expected None: each rank would add it to its own. Call optimizer.zero_grad() after each step, "
-                    "with set_to_none=True, its default."
+                    "expected None: each rank would add it to its own. Call zero_grad() after each step, with "
+                    "set_to_none=True, its default: that of the wrapper also knows parameters that no optimizer has."
                 )
         if step is not None:
             self.steps = _checked(step)
         self._loop = loop = _Loop()
+        self._window.begin_again()
         self.deal.lost = False
+        self._buffers = self._written_buffers()
         return self._run(loop)
 
     def _run(self, loop: _Loop) -> Iterator[int]:
         deal, own = self.deal, self.deal.of(self._rank)
-        buffers = self._written_buffers()
         step = self.steps
         for number in own:
             deal.number, deal.ended = number, False
@@ -167,31 +172,26 @@ class MicroLoop(Feature):
                     "nothing to learn from, multiply its loss by 0."
                 )
         self._seed_after(step)
-        for name, before, after in zip(buffers, buffers.values(), self._written_buffers().values(), strict=False):
-            if before != after:
-                raise DPFuseError(
-                    f"rank {self._rank}: the buffer {name!r} was written while micro-batches ran, expected none: each "
-                    "rank has other micro-batches, so buffers would depend on the number of ranks. Use layers without "
-                    "running statistics, such as GroupNorm, call eval() of the layer, or write it after the loop."
-                )
 
     @torch.no_grad()
     def gather(self, values: Sequence[float | Tensor]) -> Tensor:
         """As `gather_micro_batches` of the wrapper."""
+        self.refuse_inside("gather_micro_batches() was called")
         own, group = self.deal.of(self._rank), self._engine.group
         device = self._engine.params[0].device
         # The first number tells how many values there are: all ranks raise the same error.
         row = torch.zeros(1 + len(self.deal.of(0)), dtype=torch.float64, device=device)
-        row[0] = len(values)
-        for place, value in enumerate(values[: len(own)]):
-            row[1 + place] = torch.as_tensor(value)
+        row[0] = len(values) if all(torch.as_tensor(value).numel() == 1 for value in values) else -1
+        for place, value in enumerate(values[: len(own)] if row[0] >= 0 else ()):
+            row[1 + place] = torch.as_tensor(value).reshape(())
         rows = torch.stack(collective.all_gather(row, group))
         counts = [len(self.deal.of(rank)) for rank in range(self.deal.ranks)]
         for rank, (given, wanted) in enumerate(zip(rows[:, 0].tolist(), counts, strict=True)):
             if given != wanted:
+                got = "a value that is no single number" if given < 0 else f"{int(given)} values"
                 raise DPFuseError(
-                    f"rank {self._rank}: rank {rank} has given {int(given)} values to gather_micro_batches(), expected "
-                    f"{wanted}, one for each of its micro-batches. Append one in each turn of the loop."
+                    f"rank {self._rank}: rank {rank} has given {got} to gather_micro_batches(), expected {wanted} "
+                    "numbers, one for each of its micro-batches. Append one in each turn of the loop."
                 )
         return torch.cat([one[1 : 1 + count] for one, count in zip(rows, counts, strict=True)])
 
@@ -215,36 +215,56 @@ class MicroLoop(Feature):
         """Raise DPFuseError if `what` was done while a loop has not averaged its gradients."""
         if not self._loop.is_done:
             raise DPFuseError(
-                f"rank {self._rank}: {what} at micro-batch {self.deal.number}, before the gradients of all of "
+                f"rank {self._rank}: {what} {self._place}, before the gradients of all of "
                 f"{_listed(self.deal.of(self._rank))} were added up and averaged. Finish the loop over "
                 "micro_batches() first."
             )
 
     def backward_begins(self, *, sync: bool, announced: bool) -> None:
         """As `Watcher.backward_begins`."""
+        self._sends = sync
         if sync and not self.in_last:
             raise DPFuseError(
-                f"rank {self._rank}: a backward would synchronise at micro-batch {self.deal.number}, expected that of "
+                f"rank {self._rank}: a backward would synchronise {self._place}, expected that of "
                 f"micro-batch {self.deal.of(self._rank)[-1]} alone. Run the forward and the backward of each "
                 "micro-batch in the same turn of the loop over micro_batches()."
             )
-        if sync and self.deal.lost:
+        if sync and (self.deal.lost or self._window.died):
             raise DPFuseError(
                 f"rank {self._rank}: gradients of micro-batches of this step were lost, because a backward has failed, "
                 "or buckets were made again, inside of the loop over micro_batches(). Call zero_grad() of the "
                 "wrapper, and begin the loop again."
             )
 
+        if sync:
+            self.deal.lost = True  # until it is delivered: if it fails, the sums are gone
+
     def local_backward_ended(self, *, added: bool) -> None:
         """As `Watcher.local_backward_ended`."""
         if added:
             self.deal.ended = True
+        elif self._sends:
+            self.deal.lost = False  # nothing was sent
 
     def delivered(self) -> None:
-        """As `Watcher.delivered`."""
-        self.deal.ended = self._loop.is_done = True
+        """As `Watcher.delivered`.
+
+        Raises:
+            DPFuseError: a forward has written a buffer.
+        """
+        self.deal.ended, self.deal.lost = True, False
+        self._loop.is_done = True
         self._window.require_sync = False
         self.steps += 1
+        now = self._written_buffers()
+        for name in {**self._buffers, **now}:
+            before, after = self._buffers.get(name, (None, 0)), now.get(name, (None, 0))
+            if before[0] is not after[0] or before[1] != after[1]:
+                raise DPFuseError(
+                    f"rank {self._rank}: the buffer {name!r} was written while micro-batches ran, expected none: each "
+                    "rank has other micro-batches, so buffers would depend on the number of ranks. Use layers without "
+                    "running statistics, such as GroupNorm, call eval() of the layer, or write it after the loop."
+                )
 
     def before_step(self, optimizer: Optimizer) -> None:
         """As `Watcher.before_step`."""
@@ -258,10 +278,14 @@ class MicroLoop(Feature):
         names = (name for name, param in self._module.named_parameters() if param is wanted)
         return f"the parameter {next(names, '?')!r}"
 
-    def _written_buffers(self) -> dict[str, tuple[int, int]]:
+    @property
+    def _place(self) -> str:
+        return "before the first micro-batch" if self.deal.number is None else f"at micro-batch {self.deal.number}"
+
+    def _written_buffers(self) -> dict[str, tuple[Tensor, int]]:
         """Return which tensor each buffer of the state dict is, and how often it was written; of layers with some."""
         return {
-            f"{prefix}{name}": (id(buffer), buffer._version)
+            f"{prefix}{name}": (buffer, buffer._version)
             for prefix, layer in self._with_buffers
             for name, buffer in layer._buffers.items()
             if buffer is not None and name not in layer._non_persistent_buffers_set and not buffer.is_inference()

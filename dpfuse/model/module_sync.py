@@ -132,8 +132,8 @@ class ModuleSync:
         face: FaceParts = FaceParts(),
         agreed_buffers: Mapping[str, BufferKind] | None = None,
     ) -> None:
-        fixed = options.micro_batches is not None  # then ranks have different numbers of forwards
-        self.window = Window(counts_forwards=not (options.find_unused_parameters or fixed))
+        fixed = options.micro_batches is not None  # then ranks have different numbers of forwards and backwards
+        self.window = Window(counts_forwards=not (options.find_unused_parameters or fixed), counts_backwards=not fixed)
         self.before_collectives: Callable[[], None] | None = None
         self.options = options
         self._module = module
@@ -179,6 +179,7 @@ class ModuleSync:
                 module,
                 self.window,
                 seed=options.seed,
+                steps=options.steps,
                 threads=options.threads,
                 forget=lambda: self.grads.reducer.accumulation.forget(),
             )
@@ -439,6 +440,8 @@ class ModuleSync:
                 in_use["indivisible parameter"] = (
                     f"the parameter {spec.name!r} of dtype {param.dtype}, whose grad_dtype is {grad_dtype_of(param)}"
                 )
+        if self.options.threads > 1:
+            in_use["several threads"] = f"DPFUSE_THREADS={self.options.threads} and fixed_micro_batches"
         refuse("ShardedOptimizer", "a ShardedOptimizer was made with", in_use, ValueError)
         if in_backward:
             refuse("step_in_backward", "a ShardedOptimizer was made with step_in_backward=True and", in_use, ValueError)
@@ -482,14 +485,14 @@ class ModuleSync:
     def gradients(self) -> Measurable:
         """What `.grad` of all parameters of the module is now; raises DPFuseError if they cannot be read."""
         grads = self.grads
+        if self.micro_loop is not None:
+            self.micro_loop.refuse_inside("the norm of the gradients was asked for")
         if self._dividing is not None:
             refuse_running(grads.reducer, grads.group.rank())
             return self._dividing.gradients()
         if self.divided:
             refuse_running(grads.reducer, grads.group.rank())
             return DividedGradients(self._module.named_parameters())
-        if self.micro_loop is not None:
-            self.micro_loop.refuse_inside("the norm of the gradients was asked for")
         refuse_accumulated(grads.params, f"rank {grads.group.rank()}: the norm of the gradients was asked for")
         return self._reader.read(grads.reducer)
 

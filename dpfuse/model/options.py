@@ -323,6 +323,7 @@ class SyncOptions:
     rule: BucketRule = NO_WISHES  # for the buckets
     autotune: bool = False  # whether the sizes are only those to begin with
     seed: int = 0  # of fixed micro-batches, that of rank 0; the wrapper finds out
+    steps: int = 0  # of fixed micro-batches that are done; a copy goes on from there
     threads: int = 0  # with which fixed micro-batches are computed; the wrapper sets it
     registered: bool = False  # whether buckets lie in memory that the back end has registered; the wrapper finds out
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from functools import partial
 
@@ -108,6 +109,17 @@ def sparse():
     return dpfuse.DataParallel(nn.Embedding(3, 2, sparse=True))
 
 
+def threaded(**options):
+    """A model with fixed micro-batches, which torch computes with two threads as long as no other one is wrapped."""
+    before = torch.get_num_threads()
+    os.environ["DPFUSE_THREADS"] = "2"
+    try:
+        return dpfuse.DataParallel(nn.Linear(2, 2), fixed_micro_batches=2, **options)
+    finally:
+        del os.environ["DPFUSE_THREADS"]
+        torch.set_num_threads(before)
+
+
 def no_sync(model):
     with model.no_sync():
         pass
@@ -181,6 +193,7 @@ PROGRAMS = {
     ("ShardedOptimizer", "ShardedOptimizer"): [used(dp, shard, shard)],
     ("ShardedOptimizer", "wire of another dtype"): [used(partial(dp, wire_dtype=BF16), shard)],
     ("ShardedOptimizer", "indivisible parameter"): [used(sparse, shard)],
+    ("ShardedOptimizer", "several threads"): [used(threaded, shard)],
     ("step_in_backward", "GradScaler"): [used(dp, scale, update), used(dp, update, scale)],
     ("step_in_backward", "accumulate_in_buckets"): [used(partial(dp, accumulate_in_buckets=True), update)],
     ("step_in_backward", "find_unused_parameters"): [used(partial(dp, find_unused_parameters=True), update)],

@@ -150,7 +150,21 @@ def lost_sums(training, rank):
             training.backward(number)
 
 
-@pytest.mark.parametrize("broken", [failed_backward, lost_sums])
+def tried_again(training, rank):
+    """A backward of rank 1 fails, of which a part is in `.grad`. The program tries the same micro-batch once more."""
+    own = training.model._sync.micro_loop.deal.of(rank)
+    for number in training.model.micro_batches():
+        if number == own[0]:
+            with pytest.raises(KeyError, match="planted"):
+                training.backward(number, blow=True)
+        if number == own[-1]:
+            with pytest.raises(dpfuse.DPFuseError, match="were lost"):
+                training.backward(number)
+            break
+        training.backward(number)
+
+
+@pytest.mark.parametrize("broken", [failed_backward, lost_sums, tried_again])
 @pytest.mark.ranks(size=2)
 def test_a_loop_that_has_no_mean_is_named_on_both_ranks_which_can_begin_it_again(rank, size, broken):
     expected = Training().run()
@@ -166,3 +180,27 @@ def test_a_loop_that_has_no_mean_is_named_on_both_ranks_which_can_begin_it_again
         training.model.zero_grad()
 
     assert training.run(on_both) == expected
+
+
+@pytest.mark.ranks(size=2)
+def test_the_last_micro_batch_is_not_tried_again_alone(rank, size):
+    """Its backward has failed on rank 1, and the sums of the others are gone. Both ranks begin the step again."""
+    expected = Training().run()
+
+    def on_both(training):
+        own = training.model._sync.micro_loop.deal.of(rank)
+        for number in training.model.micro_batches():
+            if number != own[-1]:
+                training.backward(number)
+                continue
+            if rank == 1:
+                with pytest.raises(KeyError, match="planted"):
+                    training.backward(number, blow=True)
+            with pytest.raises(dpfuse.DPFuseError, match=r"interrupted by an exception on rank 1|failed on rank 1"):
+                training.backward(number)
+            with pytest.raises(dpfuse.DPFuseError, match="were lost"):
+                training.backward(number)
+            break
+        training.model.zero_grad()
+
+    assert Training().run(on_both) == expected

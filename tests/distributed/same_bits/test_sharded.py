@@ -70,6 +70,21 @@ def test_with_float32_copies_and_the_largest_value_as_norm(ranks, masters, order
         assert ranks(trained, "RMSprop", "bfloat16", masters, order, size=size) == [whole] * size
 
 
+def norm_inside(rank, size):
+    """Ranks have different numbers of turns: a norm in each would be a collective that the others do not call."""
+    model = dpfuse.DataParallel(nn.Linear(4, 3), fixed_micro_batches=COUNT)
+    dpfuse.ShardedOptimizer(model, torch.optim.SGD, lr=0.1)
+    for _ in model.micro_batches():
+        with pytest.raises(dpfuse.DPFuseError, match="norm of the gradients was asked for at micro-batch"):
+            model.clip_grad_norm_(1.0)
+        model(torch.rand(2, 4)).sum().backward()
+    return model.grad_norm().item()
+
+
+def test_a_norm_inside_of_the_loop_is_refused(ranks):
+    assert len(set(ranks(norm_inside, size=3))) == 1
+
+
 def refused(rank, size):
     model = dpfuse.DataParallel(nn.Linear(4, 3), fixed_micro_batches=COUNT)
     dpfuse.ShardedOptimizer(model, torch.optim.SGD, lr=0.1)

@@ -42,6 +42,29 @@ def test_a_value_that_is_missing_is_named_on_all_ranks(ranks):
     ranks(missing, size=3)
 
 
+def gathered_inside(rank, size):
+    model = dpfuse.DataParallel(nn.Linear(4, 3), fixed_micro_batches=COUNT)
+    for number in model.micro_batches():
+        with pytest.raises(dpfuse.DPFuseError, match=r"gather_micro_batches\(\) was called at micro-batch"):
+            model.gather_micro_batches([number])
+        model(torch.rand(5, 4)).square().mean().backward()
+
+
+def test_values_are_not_gathered_inside_of_the_loop(ranks):
+    ranks(gathered_inside, size=3)  # which have different numbers of micro-batches
+
+
+def vectors(rank, size):
+    model = dpfuse.DataParallel(nn.Linear(4, 3), fixed_micro_batches=size)
+    with pytest.raises(dpfuse.DPFuseError, match=r"rank 1 has given a value that is no single number"):
+        model.gather_micro_batches([torch.ones(2) if rank == 1 else torch.ones(1)])
+    return model.gather_micro_batches([torch.full((1, 1), float(rank))]).tolist()
+
+
+def test_a_value_that_is_no_number_is_named_on_all_ranks(ranks):
+    assert ranks(vectors, size=2) == [[0.0, 1.0]] * 2
+
+
 def stopped(rank, size):
     torch.manual_seed(0)
     model = dpfuse.DataParallel(nn.Linear(4, 3), fixed_micro_batches=COUNT)
