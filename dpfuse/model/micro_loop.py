@@ -237,7 +237,7 @@ class MicroLoop(Feature):
             )
 
         if sync:
-            self.deal.lost = True  # until it is delivered: if it fails, the sums are gone
+            self.deal.lost = True  # until it is delivered: if it fails, the sums are lost
 
     def local_backward_ended(self, *, added: bool) -> None:
         """As `Watcher.local_backward_ended`."""

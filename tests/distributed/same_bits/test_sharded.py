@@ -23,7 +23,7 @@ OPTIMIZERS = {
 }
 
 
-def trained(rank, size, name, dtype, masters, order):
+def trained(name, dtype, masters, order):
     """Clip in each step; one layer is frozen in some, and used by no micro-batch in others."""
     torch.manual_seed(4)
     layers = nn.ModuleList([nn.Linear(37, 53), nn.Linear(53, 41), nn.Linear(53, 41), nn.Linear(41, 19)])
@@ -54,20 +54,23 @@ class Chain(nn.Module):
         return last(torch.tanh(values))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_weights_and_norms_have_the_same_bits(ranks, name, dtype):
-    (whole,) = ranks(trained, name, dtype, False, 2.0, size=1)
-    for size in (2, 3, 4, 5):
-        told = ranks(trained, name, dtype, False, 2.0, size=size)
-        assert told == [whole] * size
+CASES = [
+    *((name, dtype, False, 2.0) for name in OPTIMIZERS for dtype in ("bfloat16", "float64")),
+    ("RMSprop", "bfloat16", True, 2.0),  # with float32 copies
+    ("RMSprop", "bfloat16", False, inf),
+]
 
 
-@pytest.mark.parametrize(("masters", "order"), [(True, 2.0), (False, inf)], ids=["float32 copies", "largest"])
-def test_with_float32_copies_and_the_largest_value_as_norm(ranks, masters, order):
-    (whole,) = ranks(trained, "RMSprop", "bfloat16", masters, order, size=1)
-    for size in (2, 3):
-        assert ranks(trained, "RMSprop", "bfloat16", masters, order, size=size) == [whole] * size
+def all_trained(rank, size):
+    return [trained(*case) for case in CASES]
+
+
+def test_weights_and_norms_have_the_same_bits(ranks):
+    (whole,) = ranks(all_trained, size=1)
+    for size in (2, 3, 4):
+        for told in ranks(all_trained, size=size):
+            for case, one, many in zip(CASES, whole, told, strict=True):
+                assert many == one, (case, size)
 
 
 def norm_inside(rank, size):
