@@ -55,8 +55,9 @@ class Position:
             for batch in loader:
                 if jumps != self._jumps:
                     raise DPFuseError(
-                        "set_epoch() or load_state_dict() was called inside the loop over data, expected it between "
-                        "two loops: batches from before are still on their way. Leave the loop, and begin a new one."
+                        f"set_epoch() or load_state_dict() was called inside the loop `{self._loop}`, expected it "
+                        "between two loops: batches from before are still on their way. Leave the loop, and begin a "
+                        "new one."
                     )
                 self.seen += size_of_step()
                 yield batch

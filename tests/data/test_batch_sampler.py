@@ -189,7 +189,7 @@ def test_the_position_is_not_set_inside_a_loop():
     loop = sampler.track(loader)
     next(loop)
     sampler.set_epoch(3)
-    with pytest.raises(dpfuse.DPFuseError, match="called inside the loop over track"):
+    with pytest.raises(dpfuse.DPFuseError, match=r"called inside the loop `for batch in sampler\.track"):
         next(loop)
     assert (sampler.epoch, sampler.seen) == (3, 0)
 

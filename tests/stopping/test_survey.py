@@ -11,7 +11,8 @@ from tests.stopping.survey.judge import faults_of
 from tests.stopping.survey.trials import TRIALS
 
 PACKAGES = {"lightning": "lightning", "trainer": "transformers"}
-QUICK = [[trial.kind for trial in TRIALS].index(kind) for kind in ("plain", "sharded")]
+KINDS = [trial.kind for trial in TRIALS]
+MARKS = {KINDS.index("sharded"): (), KINDS.index("plain"): (pytest.mark.slow,)}  # one is run by `make test`
 NIGHTLY = (pytest.mark.slow, pytest.mark.nightly)
 
 
@@ -23,7 +24,7 @@ def test_each_value_occurs_at_least_five_times(name):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "trial",
-    [pytest.param(trial, marks=() if place in QUICK else NIGHTLY, id=f"{place}") for place, trial in enumerate(TRIALS)],
+    [pytest.param(trial, marks=MARKS.get(place, NIGHTLY), id=f"{place}") for place, trial in enumerate(TRIALS)],
 )
 def test_all_ranks_stop_in_one_step_and_the_rest_goes_on_rightly(trial):
     package = PACKAGES.get(trial.kind)

@@ -92,7 +92,9 @@ class TreeSum(Exchange):
         cuts: Sequence[Cut] = [_Equal(flat.numel(), size)] if self._cuts is None else self._cuts
         if self._room:
             self._subtrees.put_behind(flat[flat.numel() - self._room :])
-        if self._received is None:
+        if self._received is None and size == 1:  # what it sends to itself stays where it is
+            self._received = [[node[cut.bounds[0] : cut.bounds[-1]] for cut in cuts] for node in nodes]
+        elif self._received is None:
             self._received = [
                 [nodes[0].new_empty(len(senders) * cut.lengths[rank]) for cut in cuts] for senders in self._senders
             ]
