@@ -24,7 +24,7 @@ LEFT_OUT = {
             "bfloat16 wire, float32 sum",
             "float8 wire",
             "error feedback, float8",
-            *(name for name in WAYS if name.startswith("sharded")),
+            *(name for name in WAYS if name.startswith(("sharded", "fixed micro-batches"))),
         ],
         "each rank adds up a part of each sum, and the ranks that have the other parts do not exist",
     ),

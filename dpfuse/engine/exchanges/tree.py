@@ -117,7 +117,9 @@ class TreeSum(Exchange):
             for place, senders in enumerate(self._senders):
                 for cut, parts in zip(cuts, received[place], strict=True):
                     own = nodes[place][cut.bounds[0] : cut.bounds[-1]] if rank in senders else nothing
-                    yield collective.start_all_to_all(parts, own, self.group, cut.lengths, senders)
+                    equal = self._cuts is None and len(senders) == self.group.size()  # one call of NCCL, not many
+                    lengths, those = ((), ()) if equal else (cut.lengths, senders)
+                    yield collective.start_all_to_all(parts, own, self.group, lengths, those)
 
         yield collective.together(start())
         for cut, *parts in zip(cuts, *received, strict=True):
