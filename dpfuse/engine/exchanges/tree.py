@@ -117,7 +117,7 @@ class TreeSum(Exchange):
             for place, senders in enumerate(self._senders):
                 for cut, parts in zip(cuts, received[place], strict=True):
                     own = nodes[place][cut.bounds[0] : cut.bounds[-1]] if rank in senders else nothing
-                    equal = self._cuts is None and len(senders) == self.group.size()  # one call of NCCL, not many
+                    equal = len(senders) == self.group.size() and len({*cut.lengths}) == 1  # one call of NCCL
                     lengths, those = ((), ()) if equal else (cut.lengths, senders)
                     yield collective.start_all_to_all(parts, own, self.group, lengths, those)
 
