@@ -435,7 +435,7 @@ class SyncedModule(nn.Module):
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """The switch behind `no_sync()`, read when a forward ends; may be set directly.
+        """The switch that `no_sync()` sets, read when a forward ends; a program may set it directly.
 
         With `fixed_micro_batches` it tells whether the last micro-batch of this rank runs, and cannot be set.
         """

@@ -20,8 +20,8 @@ class Node(NamedTuple):
 class Stack:
     """The sums that wait for their siblings while nodes come from left to right, and which additions come next.
 
-    A node of `size` 2s is that of its two halves. Where no micro-batch lies in the right half, it is the left one. So
-    which additions are made depends on the number of micro-batches alone, wherever the nodes that come were made.
+    A node of size 2s is the sum of two nodes of size s. Where the right one has no micro-batch, it is the left one. So
+    the number of micro-batches alone decides which additions are made, whichever rank makes them.
 
     Args:
         count: the number of micro-batches.

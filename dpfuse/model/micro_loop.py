@@ -104,7 +104,7 @@ class MicroLoop(Feature):
         )
 
     def _near(self, number: int) -> int:
-        """The step that the last bits of its number tell: that which is next to this rank's."""
+        """Return the step next to that of this rank whose number ends in these bits."""
         half = 1 << (STEP_BITS - 1)
         return self.steps + (number - self.steps + half) % (2 * half) - half
 
@@ -283,7 +283,7 @@ class MicroLoop(Feature):
         return "before the first micro-batch" if self.deal.number is None else f"at micro-batch {self.deal.number}"
 
     def _written_buffers(self) -> dict[str, tuple[Tensor, int]]:
-        """Return which tensor each buffer of the state dict is, and how often it was written; of layers with some."""
+        """Return the buffers of the state dict by name, each with the number of times that it was written."""
         return {
             f"{prefix}{name}": (buffer, buffer._version)
             for prefix, layer in self._with_buffers

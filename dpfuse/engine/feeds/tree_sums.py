@@ -21,7 +21,7 @@ __all__ = ["TreeSums"]
 class TreeSums(Accumulating):
     """Puts the gradients of each micro-batch at its place in the tree, where they are added to those of its sibling.
 
-    A gradient that a micro-batch has not is -0.0, which changes nothing that it is added to.
+    Where a micro-batch has no gradient of a parameter, the tree has -0.0, which changes no sum.
 
     Args:
         buffer: of the bucket; gradients come into it only once they are averaged.

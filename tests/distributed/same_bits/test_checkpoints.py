@@ -1,5 +1,4 @@
-"""A training with fixed micro-batches goes on from a checkpoint, on any number of ranks, with the bits of one that ran
-through."""
+"""A training goes on from a checkpoint on any number of ranks, with the bits of one that nothing interrupted."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ class Counting(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 4])  # a tensor may get the memory of one that was replaced before
+@pytest.mark.parametrize("count", [1, 2, 3, 4])  # a new tensor may get the id of one that it replaces
 @pytest.mark.parametrize("in_place", [True, False])
 def test_a_buffer_that_a_forward_writes_is_named(group, in_place, count):
     model = wrap(net(Counting(in_place)), count)
