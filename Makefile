@@ -17,7 +17,7 @@ has = $(shell $(PYTHON) -c 'import importlib.util as u, sys; sys.exit(not all(ma
 NEED_DEMO := torch numpy rich
 NEED_GPU := torch numpy triton pytest pytest_benchmark
 NEED_ALL := $(NEED_DEMO) triton pytest pytest_benchmark pytest_timeout xdist hypothesis matplotlib sklearn ruff mypy yaml check_jsonschema twine sphinx furo \
-	myst_parser sphinx_copybutton build hatchling
+	myst_parser sphinx_copybutton sphinx_reredirects build hatchling
 # Two files of tests run side by side. Most tests wait for ranks, so more than two would do little on two cores.
 SIDE_BY_SIDE := --numprocesses 2 --dist loadfile
 NEED_INTEGRATIONS := accelerate lightning transformers ray torchft

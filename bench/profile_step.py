@@ -230,7 +230,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", choices=list(CASES), help="one case instead of all")
     parser.add_argument("--seconds", type=float, default=8, help="to look at each contender (default: %(default)s)")
     parser.add_argument("--record", type=Path, default=ROOT / "bench" / "results" / "profile.json")
-    parser.add_argument("--picture", type=Path, default=ROOT / "docs" / "measurements" / "profile.png")
+    parser.add_argument("--picture", type=Path, default=ROOT / "docs" / "images" / "profile.png")
     parser.add_argument("--loop", nargs=4, metavar=("CASE", "CONTENDER", "SECONDS", "FOLDER"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.loop:

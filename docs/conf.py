@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -22,6 +23,7 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
+    "sphinx_reredirects",
 ]
 if os.environ.get("READTHEDOCS"):  # links to torch's and Python's pages need a network
     extensions.append("sphinx.ext.intersphinx")
@@ -31,6 +33,9 @@ if os.environ.get("READTHEDOCS"):  # links to torch's and Python's pages need a 
     }
 exclude_patterns = ["_build"]
 myst_heading_anchors = 3
+
+# Old addresses of pages, which other sites may link to, and where their texts are now.
+redirects = json.loads((ROOT / "docs/redirects.json").read_text(encoding="utf-8"))
 
 # In docstrings, `x` is code.
 default_role = "code"

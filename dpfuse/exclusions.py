@@ -67,7 +67,7 @@ EXCLUSIONS = (
         "fixed_micro_batches",
         OF_CALLS,
         "the gradients of a fixed number of micro-batches are added in one tree",
-        "docs/guide/same_bits.md lists what works beside fixed_micro_batches.",
+        "docs/train/same_bits.md lists what works beside fixed_micro_batches.",
     ),
     Exclusion(
         "fixed_micro_batches",
@@ -109,7 +109,7 @@ EXCLUSIONS = (
         "DTensor",
         (*BESIDE_DTENSORS, "autotune", "GradScaler", "ShardedOptimizer", "mixed_precision"),
         "what it finds would differ between the ranks that have parts of one parameter",
-        "Leave out one of the two. docs/guide/tensor_parallel.md lists what works beside DTensors.",
+        "Leave out one of the two. docs/train/tensor_parallel.md lists what works beside DTensors.",
     ),
     Exclusion(
         "join",

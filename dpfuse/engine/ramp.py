@@ -9,7 +9,7 @@ __all__ = ["ON_CPU", "ON_GPU", "ON_SHARED_CORES", "Ramp", "ramp_limits"]
 
 
 class Ramp(NamedTuple):
-    """The numbers of the rule. How they were chosen: docs/measurements/bucket_rules.md."""
+    """The numbers of the rule. How they were chosen: docs/reference/records.md."""
 
     parts: int = 5  # a full bucket has this part of the model, if its cap allows it
     end: int = 3  # the first bucket sent, and the last one, have this part of a full bucket

@@ -12,10 +12,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from textwrap import dedent
 
-__all__ = ["ROOT", "Block", "Program", "blocks_of", "pages", "programs_of"]
+__all__ = ["ROOT", "Block", "Program", "blocks_of", "name_of", "pages", "programs_of", "tutorials"]
 
 ROOT = Path(__file__).parent.parent.parent
 FENCE = re.compile(r"^( *)(`{3,})([\w{}-]*) *(.*)$")
+NAME = re.compile(r"^# ([\w-]+\.\w+)$")
+WITH_FILES = (
+    "move/from_ddp",
+    "move/from_paddle",
+    "start/first_training",
+    "train/buckets",
+    "train/gradients",
+    "train/launch",
+)  # pages of which a reader saves files: see tutorials.py
 MAIN = 'if __name__ == "__main__":'
 SEPARATOR = "\0"
 
@@ -85,9 +94,22 @@ def blocks_of(page: Path) -> list[Block]:
     return found
 
 
+def tutorials() -> list[Path]:
+    """Every page of which a reader saves files."""
+    return [ROOT / f"docs/{name}.md" for name in WITH_FILES]
+
+
+def name_of(block: Block) -> str | None:
+    """The name of the file that a block of such a page is, if it is one."""
+    found = filter(None, map(NAME.match, block.text.splitlines()[:2]))
+    return next((match[1] for match in found), None)
+
+
 def programs_of(page: Path) -> list[Program]:
     """The programs of a page."""
     python = [b for b in blocks_of(page) if b.language == "python" and not b.marker.startswith("no-run")]
+    if page in tutorials():
+        python = [block for block in python if name_of(block) is None]
     shared = tuple(block for block in python if MAIN not in block.text)
     alone = [(block,) for block in python if MAIN in block.text]
     return [Program(page, blocks) for blocks in [shared, *alone] if blocks]

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from bench.summary import rows, table
-from tests.docs.pages import ROOT, pages
+from tests.docs.pages import ROOT, pages, tutorials
 
 RESULTS = ROOT / "bench/results"
-PERFORMANCE = ROOT / "docs/measurements/performance.md"
+PERFORMANCE = ROOT / "docs/reference/records.md"
 COSTS = (ROOT / "README.md").read_text(encoding="utf-8").partition("## What it costs")[2].partition("\n## ")[0]
 RUNS = re.findall(r"`bench/results/([\w.-]+)\.json`", COSTS)  # of `make bench`
 SHARDED, CHECKS, FAULTS = "cpu2-2026-11-24-sharded", "cpu2-2026-11-27-checks", "cpu2-2026-11-26-faults"
@@ -185,7 +185,7 @@ def test_a_step_on_a_gpu_is_that_of_its_record(begin):
 
     case, *contenders = ON_H100[begin]
     found = {row["variant"]: extra(row["info"]) for row in record(H100)["measurements"] if row["case"] == case}
-    page = (ROOT / "docs/measurements/gpu.md").read_text()
+    page = (ROOT / "docs/reference/records.md").read_text()
     assert f"| {begin} | {' | '.join(found[name] for name in contenders)} |" in page
 
 
@@ -238,14 +238,14 @@ def test_the_readme_shows_the_lines_that_the_tests_print():
 
 
 def test_what_metrics_cost_is_what_was_measured():
-    text = " ".join((ROOT / "docs/guide/observability.md").read_text().split())
+    text = " ".join((ROOT / "docs/wrong/diagnosis.md").read_text().split())
     part = {ratio["what"]: ratio["value"] for ratio in record(CHECKS)["ratios"] if ratio["case"] == "step of 5 ms"}
     each, some = (part[f"part of the step that it takes, with metrics{of}"] for of in ("", " of every 20th"))
     assert f"`True` takes {each:.0%} of the step, and `metrics=20` takes {some:.1%}".replace("%", " %") in text
 
 
 def test_what_the_doctor_has_told_is_what_was_recorded():
-    text = (ROOT / "docs/guide/try_it.md").read_text()
+    text = (ROOT / "docs/start/try_it.md").read_text()
     (name,) = re.findall(r"bench/results/([\w-]+-doctor)\.json", text)
     counts = record(name)["counts"]
     healthy = counts.pop("healthy")
@@ -256,7 +256,7 @@ def test_what_the_doctor_has_told_is_what_was_recorded():
 
 @pytest.mark.parametrize("version", sorted(path.stem for path in RESULTS.glob("torch-2*.txt")))
 def test_the_tests_under_a_release_of_torch_are_those_of_its_record(version):
-    page = (ROOT / "docs/guide/versions.md").read_text().replace(",", "")
+    page = (ROOT / "docs/reference/environment.md").read_text().replace(",", "")
     last = (RESULTS / f"{version}.txt").read_text().strip().splitlines()[-1]
     counts = re.search(r"\d+ passed \d+ skipped", last.replace(",", "")).group()
     assert f"| {version.removeprefix('torch-')} | {counts} |" in page
@@ -274,7 +274,7 @@ def sections_without_source(text):
     return [each.partition("\n")[0] for each in with_figure]
 
 
-PAGES = [page for page in pages() if "tutorials" not in page.parts]  # the tests run those, and compare what is printed
+PAGES = [page for page in pages() if page not in tutorials()]  # the tests run those, and compare what is printed
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(Path(page).relative_to(ROOT)))
@@ -290,14 +290,14 @@ def test_a_figure_without_a_source_is_seen():
 
 
 @pytest.mark.parametrize(
-    ("page", "name", "tables"),
+    ("name", "tables"),
     [
-        ("bucket_rules", "regret", lambda found: [found[f"{size} models"]["table"] for size in ("large", "small")]),
-        ("scale", "published_scaling", lambda found: list(found["tables"].values())),
+        ("regret", lambda found: [found[f"{size} models"]["table"] for size in ("large", "small")]),
+        ("published_scaling", lambda found: list(found["tables"].values())),
     ],
 )
-def test_a_page_has_the_tables_of_a_record_that_is_kept(page, name, tables):
-    text, found = (ROOT / f"docs/measurements/{page}.md").read_text(encoding="utf-8"), record(name)
+def test_a_page_has_the_tables_of_a_record_that_is_kept(name, tables):
+    text, found = (ROOT / "docs/reference/records.md").read_text(encoding="utf-8"), record(name)
     assert found["machine"]["commit"][:7] in text
     assert [lines[0] for lines in tables(found) if "\n".join(lines) not in text] == []
 

@@ -10,7 +10,7 @@ from tests.docs.pages import ROOT
 
 LINES = 40
 SCREEN = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()[:LINES]
-PICTURE = ROOT / "docs/measurements/doctor.svg"
+PICTURE = ROOT / "docs/images/doctor.svg"
 
 
 def test_the_table_comes_first_and_the_picture_and_one_line_to_install_follow():

@@ -12,7 +12,7 @@ import dpfuse
 from dpfuse.job.paddle_launch_flags import parse
 from tests.docs.pages import ROOT, blocks_of
 
-PAGE = ROOT / "docs/guide/preemption.md"
+PAGE = ROOT / "docs/train/stop_together.md"
 
 
 def block_with(text: str) -> str:

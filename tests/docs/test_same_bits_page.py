@@ -14,7 +14,7 @@ from dpfuse.exclusions import EXCLUSIONS
 from tests.distributed.processes import launch
 from tests.docs.pages import ROOT, blocks_of
 
-PAGE = ROOT / "docs/guide/same_bits.md"
+PAGE = ROOT / "docs/train/same_bits.md"
 TEXT = PAGE.read_text(encoding="utf-8")
 
 

@@ -16,7 +16,6 @@ import pytest
 import torch.distributed as dist
 
 from tests.docs.pages import ROOT, Program, blocks_of, pages, programs_of
-from tests.docs.tutorials import FOLDER
 from tests.patience import patience
 from tests.warm import warm_python
 
@@ -28,8 +27,8 @@ def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-LONG = ("CONTRIBUTING.md", "docs/guide/bucket_sizing.md")  # their programs take seconds
-FIRST = ("README.md", "docs/guide/quickstart.md", "docs/guide/from_ddp.md")  # what a newcomer reads
+LONG = ("CONTRIBUTING.md", "docs/train/buckets.md")  # their programs take seconds
+FIRST = ("README.md", "docs/start/quickstart.md", "docs/move/from_ddp.md")  # what a newcomer reads
 
 
 def is_slow(program: Program) -> bool:
@@ -45,7 +44,6 @@ PROGRAMS = [
         marks=pytest.mark.slow if is_slow(program) else (),
     )
     for page in pages()
-    if page.parent != FOLDER  # whose blocks are files: test_tutorials.py
     for program in programs_of(page)
 ]
 
@@ -173,7 +171,7 @@ def texts_of_the_sources() -> list[str]:
 
 @pytest.mark.slow
 def test_every_error_that_is_explained_exists():
-    phrases = re.findall(r"^\*\*`(.+?)`\*\*", (ROOT / "docs/guide/errors.md").read_text(encoding="utf-8"), re.MULTILINE)
+    phrases = re.findall(r"^\*\*`(.+?)`\*\*", (ROOT / "docs/wrong/errors.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert len(phrases) > 20
     texts = texts_of_the_sources()
     patterns = {phrase: re.compile(".*?".join(map(re.escape, phrase.split("…")))) for phrase in phrases}

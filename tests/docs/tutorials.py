@@ -1,4 +1,4 @@
-"""Tutorials: the files that a reader saves from a page, and the commands that a reader types.
+"""The files that a reader saves from a page of `PAGES`, and the commands that a reader types.
 
 A block whose first lines have a comment with only a file's name, such as `# train.py`, is that file. The ```console
 blocks of a page are one session of a shell: `$ ` begins a command, and what follows is what it prints. In what is
@@ -6,7 +6,8 @@ shown, `…` stands for anything, and a number with a decimal point for any such
 free port, so that two runs of the tests on one machine do not meet. After ```console, a marker may follow:
 
 - `varies: reason`: the output is another one in each run;
-- `fails`: the last command ends with an error.
+- `fails`: the last command ends with an error;
+- `shown: reason`: the block is not run.
 
 `python -m tests.docs.tutorials PAGE` runs a page, writes what its commands print into it, and keeps the pictures that
 it shows. An output that fits what is shown stays as it is, unless it varies.
@@ -23,12 +24,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.distributed.processes import clean_environment, free_port
-from tests.docs.pages import ROOT, Block, blocks_of
+from tests.docs.pages import ROOT, blocks_of, name_of
 
-__all__ = ["FOLDER", "Command", "commands_of", "files_of", "fits", "name_of", "run", "tutorials"]
+__all__ = ["IMAGES", "Command", "commands_of", "files_of", "fits", "run"]
 
-FOLDER = ROOT / "docs/tutorials"
-NAME = re.compile(r"^# ([\w-]+\.\w+)$")
+IMAGES = ROOT / "docs/images"
 DECIMAL = re.compile(r"-?\d+\.\d+(?:e-?\d+)?")
 SEPARATOR = "=-=-="
 PORT = "29617"  # in the pages
@@ -44,17 +44,6 @@ class Command:
     fails: bool
 
 
-def tutorials() -> list[Path]:
-    """Return every page of the folder."""
-    return sorted(FOLDER.glob("*.md"))
-
-
-def name_of(block: Block) -> str | None:
-    """Return the name of the file that a block is, if it is one."""
-    found = filter(None, map(NAME.match, block.text.splitlines()[:2]))
-    return next((match[1] for match in found), None)
-
-
 def files_of(page: Path) -> dict[str, str]:
     """Return the text of each file of a page, by name."""
     blocks = blocks_of(page)
@@ -65,7 +54,7 @@ def commands_of(page: Path) -> list[Command]:
     """Return the commands of a page, in order."""
     found = []
     for block in blocks_of(page):
-        if block.language != "console":
+        if block.language != "console" or block.marker.startswith("shown:"):
             continue
         parts = re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]
         for number, part in enumerate(parts, start=1):
@@ -111,7 +100,7 @@ def write(page: Path) -> None:
         text = page.read_text(encoding="utf-8")
         for picture in Path(folder).rglob("*.png"):
             if (name := f"{page.stem}-{picture.name}") in text:
-                (FOLDER / "images" / name).write_bytes(picture.read_bytes())
+                (IMAGES / name).write_bytes(picture.read_bytes())
     place = 0
     for command, (code, printed) in zip(commands_of(page), results, strict=True):
         old = f"$ {command.text}\n" + (f"{command.shown}\n" if command.shown else "")

@@ -20,7 +20,7 @@ from tests.one_in import one_in
 CODES = sorted({code for code, _ in wrong.PROGRAMS.values()})
 LOGGED = ("DPF-L02", "DPF-L09")
 OF_THE_DOCTOR = ("DPF-L03", "DPF-L06", *(f"DPF-L{number}" for number in range(10, 16)))
-PAGE = ROOT / "docs/guide/loops.md"
+PAGE = ROOT / "docs/wrong/loops.md"
 STYLES = (right_styles, wrong_styles)  # whose programs are among those of the other two
 
 

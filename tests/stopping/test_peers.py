@@ -11,7 +11,7 @@ from tests.docs.pages import ROOT
 from tests.stopping.peers.table import table
 from tests.stopping.peers.trial import TARGETS, WAYS, judge, play
 
-PAGE = ROOT / "docs/guide/preemption.md"
+PAGE = ROOT / "docs/train/stop_together.md"
 
 
 def notes(step: int, **end: object) -> list[dict[str, object]]:

@@ -25,7 +25,7 @@ from dpfuse_kernels.seen import Seen
 __all__ = ["FEW", "LARGE", "InPlace", "places_in_place"]
 
 # Bytes from which a gradient is large. On gloo each is a collective of its own. Compared with copies, a step with ten
-# gradients of 1 MB takes 0.99 of the time, of 2 MB 0.81, of 256 KB 1.5: docs/design/0006-in-place.md.
+# gradients of 1 MB takes 0.99 of the time, of 2 MB 0.81, of 256 KB 1.5: docs/design/decisions.md#0006-in-place.
 LARGE = 2 << 20
 # Gradients of a bucket up to which the small ones, too, stay where they are, if one call of the group starts all. Each
 # costs the host a microsecond or two, and a copy into the buffer and back two kernels and some thirty microseconds.

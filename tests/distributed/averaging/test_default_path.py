@@ -1,4 +1,4 @@
-"""What docs/guide/numbers.md promises of the default path: bits, over random models, sizes, accumulations and ranks.
+"""What docs/train/same_bits.md promises of the default path: bits, over random models, sizes, accumulations and ranks.
 
 The promises of `deterministic=True` are in test_deterministic.py, those of the kernels in tests/kernels.
 """

@@ -1,4 +1,4 @@
-"""The rows of the table in docs/guide/tensor_parallel.md: what works beside DTensors, and what is refused by name."""
+"""The rows of the table in docs/train/tensor_parallel.md: what works beside DTensors, and what is refused by name."""
 
 from __future__ import annotations
 
