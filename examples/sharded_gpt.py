@@ -2,8 +2,8 @@
 
     python -m dpfuse.launch --nproc_per_node 2 examples/sharded_gpt.py --checkpoints checkpoints
 
-The model and the batches are those of docs/start/first_training.md#a-small-gpt. Places [1] to [3] belong to the sharded optimizer; the
-rest is the program for a plain one, which `--plain` uses. Both have the same losses. Parameter groups, a schedule,
+The model and the batches are those of docs/start/first_training.md. Places [1] to [3] belong to the sharded optimizer;
+the rest is the program for a plain one, which `--plain` uses. Both have the same losses. Parameter groups, a schedule,
 accumulation, clipping and checkpoints are used as usual: run the command again with more `--steps`, and it resumes.
 """
 
