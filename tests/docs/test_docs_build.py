@@ -40,7 +40,11 @@ def test_sphinx_builds_every_page_without_a_warning(tmp_path):
     assert "comm_buffer_size" in page
 
 
-@pytest.mark.parametrize("page", [*pages(), ROOT / "CHANGELOG.md"], ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "page",
+    [*pages(), *(ROOT / f"{name}.md" for name in ("CHANGELOG", "RELEASING", "SECURITY"))],
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
 def test_links_lead_somewhere(page):
     assert [target for target in LINK.findall(page.read_text(encoding="utf-8")) if not _leads(page, target)] == []
 

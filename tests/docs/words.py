@@ -125,7 +125,7 @@ def first_mention(path: Path, word: str) -> str:
 def groups() -> dict[str, list[Path]]:
     """Return the files that the rules hold for, by folder: `docs/guide`, `dpfuse/engine`, `kernels`, `pages`, ..."""
     pages = [path for path in sorted((ROOT / "docs").rglob("*.md")) if "_build" not in path.parts]
-    names = ("README", "CONTRIBUTING", "SECURITY", "CHANGELOG", "tests/README")
+    names = ("README", "CONTRIBUTING", "SECURITY", "CHANGELOG", "RELEASING", "tests/README")
     found = {"pages": [ROOT / f"{name}.md" for name in names]}
     for path in [*pages, *sorted((ROOT / "dpfuse").rglob("*.py"))]:
         folders = path.relative_to(ROOT).parts[:-1]
