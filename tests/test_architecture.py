@@ -16,44 +16,13 @@ import pytest
 import torch.distributed as dist
 from torch.utils._device import _device_constructors
 
-ROOT = Path(__file__).parent.parent
-SOURCES = sorted([*(ROOT / "dpfuse").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")])
+from tests.house import ENTRIES, MODULES, ROOT, SOURCES, floors, imports_of, layer_of, module_of, picture
+
 FACES = {"data_parallel", "wrapper", "manual", "grad_scaler", "hooks"}
 WINGS = {"ddp", "paddle", "tune", "commands", "integrations"}
-ENTRIES = {"__main__", "bench", "launch", "distributed"}  # they only start something, or hand names on
 OPEN_TO_ALL = {"errors", "exclusions", "version"}
 # A size of "auto" asks for the tuner when a wrapper was made.
 CALLS_THE_TUNER = {"dpfuse.data_parallel -> dpfuse.tune"}
-
-
-def module_of(path: Path) -> str:
-    root = ROOT / "kernels" if ROOT / "kernels" in path.parents else ROOT
-    return ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
-
-
-MODULES = {module_of(path): path for path in SOURCES}
-
-
-@cache
-def imports_of(module: str) -> frozenset[str]:
-    """The modules of the project that a module imports, anywhere in it, also for types alone."""
-    found = set()
-    for node in ast.walk(ast.parse(MODULES[module].read_text())):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{module}: relative import"
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-            found |= {name if name in MODULES else str(node.module) for name in names}
-    return frozenset(found & MODULES.keys()) - {module}
-
-
-def layer_of(module: str) -> str:
-    """The folder directly in dpfuse/ that a module lies in, or its own name; "kernels"; "dpfuse"."""
-    parts = module.split(".")
-    if parts[0] == "dpfuse_kernels":
-        return "kernels"
-    return parts[1] if len(parts) > 1 else "dpfuse"
 
 
 def breaches(layer: str, allowed: set[str]) -> list[str]:
@@ -141,15 +110,54 @@ def test_there_is_no_import_cycle_those_for_types_and_through_package_faces_incl
 
 
 def test_layers_form_at_most_eleven_floors():
-    below: dict[str, set[str]] = {layer_of(module): set() for module in MODULES}
-    for module in MODULES:
-        below[layer_of(module)] |= {layer_of(other) for other in imports_of(module)} - {layer_of(module)}
+    assert max(floors().values()) <= 11
 
-    @cache
-    def floor(layer: str) -> int:
-        return 1 + max(map(floor, below[layer]), default=0)
 
-    assert max(floor(layer) for layer in below if layer not in ENTRIES) <= 11
+def test_the_picture_of_the_house_is_made_from_the_code():
+    """If this fails, `python -m tests.house` draws it again."""
+    assert picture() in (ROOT / "docs/design/architecture.md").read_text(encoding="utf-8")
+
+
+FILES = {path.stem for path in SOURCES} | {path.parent.name for path in SOURCES}
+NAME = re.compile(r"`([a-z]\w*(?:/\w+)*)(\.py|/)?`")
+
+
+def foreign_packages(module: str) -> set[str]:
+    """The packages of others that a module imports."""
+    nodes = [node for node in ast.walk(tree_of(module)) if isinstance(node, ast.ImportFrom)]
+    return {str(node.module).partition(".")[0] for node in nodes}
+
+
+def names_of_nothing(text: str, folder: Path) -> list[str]:
+    """The names in backticks, written like files or folders, of which there is neither here nor in the packages."""
+    here = {path.stem for path in folder.rglob("*") if path.suffix in ("", ".py")}
+    named = ((name.rpartition("/")[2], suffix) for name, suffix in NAME.findall(text))
+    return [name for name, suffix in named if name not in here | ({*FILES} if suffix else set())]
+
+
+@pytest.mark.parametrize("path", [path for path in SOURCES if path.name == "__init__.py"], ids=module_of)
+def test_the_docstring_of_a_folder_names_files_that_exist(path):
+    """A map: a word in backticks that is written like a module is one, unless it is what the folder offers."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    offered = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    layers = {layer_of(module) for module in MODULES}
+    packages = {name for module in MODULES for name in foreign_packages(module)}
+    missing = names_of_nothing(ast.get_docstring(tree) or "", path.parent)
+    assert [name for name in missing if name not in offered | layers | packages] == []
+
+
+def test_the_page_of_the_architecture_names_files_that_exist():
+    text = (ROOT / "docs/design/architecture.md").read_text(encoding="utf-8")
+    known = {path.name for path in SOURCES} | FILES | {path.name for path in (ROOT / "tests").rglob("*.py")}
+    named = [found.rpartition("/")[2] for found in re.findall(r"`([\w/]+\.py)`", text)]
+    folders = [found.rstrip("/").rpartition("/")[2] for found in re.findall(r"`([\w/]+)/`", text)]
+    assert len(named) > 40
+    assert [name for name in named + folders if name not in known] == []
 
 
 @cache
