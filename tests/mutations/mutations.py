@@ -1,0 +1,258 @@
+"""The list of deliberate defects. Each is one that a developer could make, and that gives wrong results.
+
+The list shows what a change of the tests costs. A defect that was found before the change and is not found after it is
+a behaviour that is tested no more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["MUTATIONS", "Mutation"]
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One defect.
+
+    Args:
+        name: what is wrong, in a few words.
+        file: in which it is, from the root of the repository.
+        before: the right text, which occurs once in the file.
+        after: the wrong text, in its place.
+        tests: files or folders of tests of `make test` that should find it: few, and quick.
+    """
+
+    name: str
+    file: str
+    before: str
+    after: str
+    tests: tuple[str, ...]
+
+
+AVERAGING = "tests/distributed/averaging/"
+FAILURES = "tests/distributed/failures/"
+
+ENGINE = (
+    Mutation(
+        "the factor after a sum in float16 leaves out the number of ranks",
+        "dpfuse/engine/averaging.py",
+        "return Averaging(wire, 1.0 / world_size, float(scale) * world_size)",
+        "return Averaging(wire, 1.0 / world_size, float(scale))",
+        ("tests/unit/test_averaging.py", "tests/distributed/manual/test_fused_allreduce.py"),
+    ),
+    Mutation(
+        "the first parameter that is ready too late is not reported",
+        "dpfuse/engine/ready.py",
+        "return self.entries[self.sent :] if self.sent >= 0 else []",
+        "return self.entries[self.sent + 1 :] if self.sent >= 0 else []",
+        ("tests/unit/test_ready.py", AVERAGING + "test_ready_lists.py"),
+    ),
+    Mutation(
+        "freezing inside a window loses what the window has accumulated",
+        "dpfuse/engine/bucket.py",
+        "return outcome.frozen - outcome.just_frozen - self.parts.feed.held",
+        "return outcome.frozen - self.parts.feed.held",
+        (AVERAGING + "test_ready_lists.py",),
+    ),
+    Mutation(
+        "the report compares how many parameters are frozen and not which",
+        "dpfuse/engine/report.py",
+        "bits += _bits(_hash(frozen), HASH_BITS)",
+        "bits += _bits(len(frozen), HASH_BITS)",
+        ("tests/unit/test_report.py", AVERAGING + "test_ready_lists.py"),
+    ),
+    Mutation(
+        "the last forward alone decides whether a backward synchronises",
+        "dpfuse/engine/sync_decision.py",
+        "self._asked = sync or bool(self._asked)",
+        "self._asked = sync",
+        ("tests/unit/test_reducer.py", AVERAGING + "test_sync_rules.py"),
+    ),
+    Mutation(
+        "the number for the order of several models forgets the order",
+        "dpfuse/engine/send_order.py",
+        "group.told = ((group.told or group.first) * FACTOR + turn) % PRIME",
+        "group.told = ((group.told or group.first) + turn) % PRIME",
+        ("tests/unit/test_send_order.py", AVERAGING + "test_several_models.py"),
+    ),
+    Mutation(
+        "the report of the backward before is added to that of a window",
+        "dpfuse/engine/feeds/accumulating.py",
+        "            buffer.report.zero_()  # since the report is added, too\n",
+        "",
+        ("tests/distributed/accumulation/test_in_buckets.py", "tests/distributed/accumulation/test_windows.py"),
+    ),
+    Mutation(
+        "a rank that cannot add up its part of an ordered sum raises nothing",
+        "dpfuse/engine/exchanges/ordered.py",
+        "                error = again\n",
+        "",
+        (FAILURES + "test_injected_failures.py", AVERAGING + "test_deterministic.py"),
+    ),
+    Mutation(
+        "a gradient is sparse on the ranks unless it is dense on all",
+        "dpfuse/engine/exchanges/sparse.py",
+        "self._is_dense = bool(headers[:, 1].any())",
+        "self._is_dense = bool(headers[:, 1].all())",
+        (AVERAGING + "test_sparse.py",),
+    ),
+    Mutation(
+        "the tree of micro-batches joins nodes that are no siblings",
+        "dpfuse/engine/micro_batches.py",
+        "if left.size != right.size or left.first % (2 * left.size) or left.first + left.size != right.first:",
+        "if left.size != right.size or left.first + left.size != right.first:",
+        ("tests/unit/test_micro_batches.py", "tests/distributed/same_bits/test_values.py"),
+    ),
+    Mutation(
+        "a backward that died is reported as one without a failure",
+        "dpfuse/engine/reducer.py",
+        "run.outcome.failed = True",
+        "run.outcome.failed = False",
+        (FAILURES + "test_interruptions.py", "tests/unit/test_reducer.py"),
+    ),
+    Mutation(
+        "a gradient that other code refers to is overwritten in place",
+        "dpfuse/engine/exchanges/in_place.py",
+        "return all(map(torch.UntypedStorage.resizable, storages)) and are_private(grads, storages)",
+        "return all(map(torch.UntypedStorage.resizable, storages))",
+        (AVERAGING + "test_in_place_safety.py", AVERAGING + "test_in_place.py"),
+    ),
+)
+
+COMM = (
+    Mutation(
+        "ranks compare only the beginning of long texts",
+        "dpfuse/comm/votes.py",
+        "*hashlib.sha256(data).digest()",
+        "*hashlib.sha256(data[:1024]).digest()",
+        ("tests/distributed/model/test_construction.py", "tests/distributed/launch/test_security.py"),
+    ),
+    Mutation(
+        "an all-gather takes the parts of the ranks in the wrong order",
+        "dpfuse/comm/collective.py",
+        "return together(start_broadcast(row, group, rank) for rank, row in enumerate(rows))",
+        "return together(start_broadcast(row, group, size - 1 - rank) for rank, row in enumerate(rows))",
+        (AVERAGING + "test_deterministic.py",),
+    ),
+    Mutation(
+        "the sum of a group in Python is left where the group has put it",
+        "dpfuse/comm/collective.py",
+        "if isinstance(found, Tensor) and found.data_ptr() != self._flat.data_ptr():",
+        "if isinstance(found, Tensor) and found.data_ptr() == self._flat.data_ptr():",
+        (AVERAGING + "test_python_groups.py",),
+    ),
+    Mutation(
+        "a collective that failed after a while counts as landed",
+        "dpfuse/comm/waiting.py",
+        "    work.wait(NO_LIMIT)  # raises the error with which the work failed\n",
+        "",
+        (FAILURES + "test_failed_collectives.py", FAILURES + "test_heartbeat.py"),
+    ),
+    Mutation(
+        "a work of several stages waits without the limit that it was given",
+        "dpfuse/comm/work.py",
+        "self._wait_for(self._work, timeout)",
+        "self._wait_for(self._work, NO_LIMIT)",
+        ("tests/unit/test_work.py", FAILURES + "test_heartbeat.py"),
+    ),
+    Mutation(
+        "buffers without dimensions are sent from memory that they no longer have",
+        "dpfuse/comm/flat_broadcast.py",
+        "if addresses != self._addresses:",
+        "if not self._addresses:",
+        ("tests/unit/test_flat_broadcast.py", "tests/distributed/buffers"),
+    ),
+)
+
+SHARDED = (
+    Mutation(
+        "the norm of some gradients of a bucket counts the others, too",
+        "dpfuse/sharded/norm.py",
+        "parts = [region.part] if len(grads) == region.count else [grad.own for grad in grads]",
+        "parts = [region.part] if len(grads) <= region.count else [grad.own for grad in grads]",
+        ("tests/sharded/test_use.py", "tests/sharded/test_elementwise.py"),
+    ),
+    Mutation(
+        "only the rank with an infinite gradient skips a step",
+        "dpfuse/sharded/gradient.py",
+        "    collective.all_reduce_max(found_inf, grads[0].region.group)\n",
+        "",
+        ("tests/sharded/test_use.py",),
+    ),
+    Mutation(
+        "float32 copies lose in each step what 16 bits cannot hold",
+        "dpfuse/sharded/masters.py",
+        "torch.where(self.values.to(part.dtype) == part, self.values, part.float(), out=self.values)",
+        "torch.where(self.values == part.float(), self.values, part.float(), out=self.values)",
+        ("tests/sharded/test_masters.py",),
+    ),
+    Mutation(
+        "the bound of the largest load leaves out its last case",
+        "dpfuse/sharded/owners.py",
+        "for most in range(1, (len(sizes) - 1) // ranks + 1):",
+        "for most in range(1, (len(sizes) - 1) // ranks):",
+        ("tests/sharded/test_owners.py",),
+    ),
+    Mutation(
+        "of two parameters that changed places one is read after it was written",
+        "dpfuse/sharded/flat_params.py",
+        "values.append(value.clone() if inside else value)",
+        "values.append(value)",
+        ("tests/sharded/test_changed_in_place.py", "tests/sharded/test_use.py"),
+    ),
+    Mutation(
+        "a parameter without a gradient is updated with the one before it",
+        "dpfuse/sharded/elementwise_shard.py",
+        "if touched[place] != touched[place - 1]}",
+        "if touched[place] > touched[place - 1]}",
+        ("tests/sharded/test_states.py", "tests/sharded/test_frozen_meanwhile.py"),
+    ),
+    Mutation(
+        "a detached parameter does not wait for its numbers",
+        "dpfuse/sharded/pending.py",
+        "| {Tensor.numel, Tensor.size, Tensor.dim, Tensor.__hash__}",
+        "| {Tensor.numel, Tensor.size, Tensor.dim, Tensor.detach, Tensor.__hash__}",
+        ("tests/sharded/test_pending.py",),
+    ),
+)
+
+WEIGHTS = (
+    Mutation(
+        "the smallest set of equal ranks is taken for the right one",
+        "dpfuse/weights/examination.py",
+        "largest = max(sets.values(), key=len)",
+        "largest = min(sets.values(), key=len)",
+        ("tests/weights/test_drifts.py", "tests/weights/test_wrong_programs.py"),
+    ),
+    Mutation(
+        "each rank hashes a weight in the order of its own memory",
+        "dpfuse/weights/hashing.py",
+        "agreed if agreed and sorted(agreed) == sorted(now) else now for now, agreed in own",
+        "now for now, agreed in own",
+        ("tests/weights/test_right_programs.py",),
+    ),
+    Mutation(
+        "the hash of large memory leaves out the place inside a row",
+        "dpfuse/weights/host_hash.py",
+        "torch.cat((block.sum(1), block.sum(0)))",
+        "torch.cat((block.sum(1), block.sum(1)))",
+        ("tests/weights/test_host_hash.py",),
+    ),
+    Mutation(
+        "weights are compared after each step and not only after the first",
+        "dpfuse/weights/check.py",
+        "elif completed not in (0, hashed_at) and self._steps_us(optimizer):",
+        "elif completed != 0 and self._steps_us(optimizer):",
+        ("tests/weights/test_right_programs.py",),
+    ),
+    Mutation(
+        "the end of a large weight is never hashed",
+        "dpfuse/weights/schedule.py",
+        "for start in range(0, size, largest)",
+        "for start in range(0, max(size - largest, 1), largest)",
+        ("tests/weights/test_check.py", "tests/weights/test_drifts.py"),
+    ),
+)
+
+MUTATIONS = (*ENGINE, *COMM, *SHARDED, *WEIGHTS)
