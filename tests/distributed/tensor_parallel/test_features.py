@@ -257,7 +257,7 @@ def test_a_copy_of_the_model_trains(rank, size, face, trained):
 
 def mesh_scaler():
     """Return the class that the page shows."""
-    page = ROOT / "docs" / "guide" / "tensor_parallel.md"
+    page = ROOT / "docs/train/tensor_parallel.md"
     (block,) = (each for each in blocks_of(page) if "class MeshGradScaler" in each.text)
     names: dict[str, object] = {}
     exec(block.text, names)
