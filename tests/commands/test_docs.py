@@ -10,8 +10,8 @@ import pytest
 from dpfuse.commands.command_line import _parser, main
 from tests.docs.pages import ROOT, blocks_of, pages
 
-PAGE = ROOT / "docs" / "guide" / "commands.md"
-TRY_IT = PAGE.with_name("try_it.md")
+PAGE = ROOT / "docs" / "reference" / "commands.md"
+TRY_IT = ROOT / "docs" / "start" / "try_it.md"
 DOORS = {"dpfuse ": [], "python -m dpfuse ": [], "python -m dpfuse.bench ": ["bench"]}
 
 

@@ -20,7 +20,7 @@ from tests.faults.jobs import JobFault
 from tests.faults.player import playing
 from tests.faults.report import ALL, OURS, RESULTS, SUFFIX, entry, into_page, newest_record, table
 
-PAGE = ROOT / "docs" / "guide" / "reliability.md"
+PAGE = ROOT / "docs" / "wrong" / "diagnosis.md"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

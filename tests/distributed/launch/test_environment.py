@@ -309,7 +309,7 @@ def test_every_variable_in_the_code_is_in_the_documentation():
     sources = re.sub('"(LOOPBACK_HOSTS|CLEANUP_SECONDS|KEPT_SIGNALS)"', "", sources)  # exported names
     names = set(re.findall(r'"((?:[A-Z]+_[A-Z_]+|RANK|FLAGS_selected_gpus))"', sources))
     assert len(names) > 15
-    page = (ROOT / "docs" / "guide" / "environment.md").read_text()
+    page = (ROOT / "docs" / "reference" / "environment.md").read_text()
     assert sorted(name for name in names if f"`{name}`" not in page) == []
 
 
