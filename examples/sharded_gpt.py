@@ -26,7 +26,7 @@ from torch import nn
 
 import dpfuse
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "tutorials" / "gpt.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "start" / "first_training.md"
 WARM_UP = 10  # steps
 
 
