@@ -18,11 +18,13 @@ import numpy as np
 import pytest
 
 import dpfuse
+from bench.nccl_model import ETHERNET, INFINIBAND, NVLINK
 from bench.playback import play_back, played_back, remembered
+from bench.published_plans import rival_plans
 from bench.record_timeline import FOLDER
 from bench.size_list import SIZE_LISTS, load
 from dpfuse.engine.plan import BucketPlan
-from dpfuse.tune import ETHERNET, INFINIBAND, NVLINK, CostTable, Timeline, optimal_plan, rival_plans, simulate
+from dpfuse.tune import CostTable, Timeline, optimal_plan, simulate
 
 EXACT = "exact planner"
 RIVALS = (

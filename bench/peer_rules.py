@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from bench.published_plans import one_bucket_plan
 from dpfuse.engine.plan import BucketPlan
 from dpfuse.model.plan_from_groups import plan_from_groups
 from dpfuse.tune import CostTable, Timeline
-from dpfuse.tune.published_plans import one_bucket_plan
 
 __all__ = ["PEER_RULES", "deepspeed_plan", "horovod_plan"]
 

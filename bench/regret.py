@@ -22,13 +22,15 @@ import numpy as np
 
 from bench.architectures import llama_7b
 from bench.machine import describe
+from bench.nccl_model import ETHERNET, INFINIBAND, NVLINK
+from bench.published_plans import capped_plan, ddp_plan, paddle_plan
 from bench.record_timeline import MODELS, load
 from dpfuse import ParamSpec
+from dpfuse.commands.contenders import ramp_plan
 from dpfuse.engine.plan import MB, BucketPlan, assign_buckets
 from dpfuse.engine.ramp import ON_GPU, Ramp, ramp_limits
 from dpfuse.model.plan_from_groups import plan_from_groups
-from dpfuse.tune import ETHERNET, INFINIBAND, NVLINK, CostTable, Timeline, optimal_plan, simulate
-from dpfuse.tune.published_plans import capped_plan, ddp_plan, paddle_plan, ramp_plan
+from dpfuse.tune import CostTable, Timeline, optimal_plan, simulate
 
 SMALL = ("tiny_2000", "layers_300")
 RECORD = Path(__file__).parent / "results" / "regret.json"

@@ -18,8 +18,6 @@ from dpfuse.version import __version__
 __all__ = ["main"]
 
 COMM_SIZES, LAST_SIZES = (1.0, 5.0, 25.0, 100.0), (0.1, 1.0)  # MB
-RANKS = tuple(8 << power for power in range(12))  # as in dpfuse.tune, which is not imported here
-RECORD = Path()  # of --simulate without a file: record a backward
 # How other launchers call the number of ranks.
 RANK_FLAGS = ("nproc_per_node", "nproc", "num_processes", "world_size", "gpus", "n", "np")
 
@@ -41,8 +39,6 @@ def main(arguments: list[str] | None = None) -> int:
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
         parser.exit(2, f"dpfuse {options.command}: {_unknown(parser, options.command, unknown[0])}\n")
-    if options.command == "tune" and (options.model is None) == (options.simulate in (None, RECORD)):
-        parser.error("tune: expected either module:factory or --simulate with a timeline file")
     try:
         return _run(options, arguments)
     except (DPFuseError, KeyboardInterrupt) as error:
@@ -78,37 +74,17 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
 
         return run(_program(options), options.ranks, {} if options.finite is None else {"check_finite": options.finite})
     if options.command == "tune":
-        return _tune(options, arguments)
+        from dpfuse.commands.tune_command import tune
+
+        caps = options.comm_buffer_size, options.last_comm_buffer_size
+        place, ranks = options.model, options.nproc_per_node
+        return tune(place, ranks, options.steps, caps, options.out, arguments, save=options.save)
     from dpfuse.commands.bench_command import Effort, bench
 
     grid = [(comm, last) for comm in options.comm_buffer_sizes for last in options.last_comm_buffer_sizes]
     effort = Effort(options.rounds, options.steps)
     unused = options.find_unused_parameters
     return bench(options.model, options.nproc_per_node, grid, effort, options.out, arguments, find_unused=unused)
-
-
-def _tune(options: argparse.Namespace, arguments: list[str]) -> int:
-    from dpfuse.commands.simulate_command import Scaling, simulate_file
-    from dpfuse.commands.tune_command import tune
-
-    caps = options.comm_buffer_size, options.last_comm_buffer_size
-    scaling = None
-    if options.simulate is not None:
-        compute = None if options.step_time is None else options.step_time / 1e3
-        nodes = options.gpus_per_node, options.cards_per_node
-        scaling = Scaling(options.inside, options.link, *nodes, options.ranks, compute, caps)
-        if options.model is None:
-            return simulate_file(options.simulate, scaling, options.out, arguments)
-    return tune(
-        options.model,
-        options.nproc_per_node,
-        options.steps,
-        caps,
-        options.out,
-        arguments,
-        scaling=scaling,
-        save=options.save,
-    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -151,7 +127,6 @@ def _parser() -> argparse.ArgumentParser:
     _flag(tune, "comm_buffer_size", _size, float("inf"), "MB", "limit of a bucket")
     _flag(tune, "last_comm_buffer_size", _size, float("inf"), "MB", "limit of the bucket sent last")
     tune.add_argument("--save", type=Path, metavar="PLAN.json", help="file for the buckets, for the option plan=")
-    _simulation(tune)
     bench = _command(commands, "bench", "time steps over a grid of bucket sizes, beside torch's DDP")
     _ranks_and_folder(bench)
     _flag(bench, "comm_buffer_sizes", _sizes, COMM_SIZES, "MB,MB", "one axis of the grid")
@@ -197,30 +172,10 @@ def _program(options: argparse.Namespace) -> Any:
     return Program(options.program, tuple(options.arguments), kind)
 
 
-def _simulation(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--simulate",
-        type=Path,
-        nargs="?",
-        const=RECORD,
-        metavar="TIMELINE.json",
-        help="predict steps at other numbers of ranks, from a file or from backwards that are recorded first",
-    )
-    _flag(parser, "link", str, "infiniband-ndr", "NAME", "network between nodes, for --simulate")
-    _flag(parser, "inside", str, "nvlink-4", "NAME", "connection inside a node, for --simulate")
-    _flag(parser, "gpus_per_node", _at_least_one, 8, "N", "ranks of a node, for --simulate")
-    text = "network cards of a node, for --simulate (default: the usual number for the link)"
-    parser.add_argument(*_spellings("cards_per_node"), type=_at_least_one, metavar="N", help=text)
-    _flag(parser, "ranks", _counts, RANKS, "N,N", "numbers of ranks, for --simulate")
-    text = "a step without communication, for --simulate (default: 1.5 times the recorded backward)"
-    parser.add_argument(*_spellings("step_time"), type=_milliseconds, metavar="MS", help=text)
-
-
 def _command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=f"{text}.", allow_abbrev=False)
     parser.add_argument(
         "model",
-        nargs="?" if name == "tune" else None,
         metavar="module:factory",
         help="a function, importable from here, that returns (module, loss); loss(model) runs it to a scalar",
     )
@@ -268,23 +223,11 @@ def _at_least_one(text: str) -> int:
     return int(text)
 
 
-def _counts(text: str) -> tuple[int, ...]:
-    return tuple(map(_at_least_one, text.split(",")))
-
-
 def _seconds(text: str) -> float:
-    return _time(text, "seconds above 0, such as 600")
-
-
-def _milliseconds(text: str) -> float:
-    return _time(text, "milliseconds above 0, such as 250 or 0.5")
-
-
-def _time(text: str, expected: str) -> float:
     try:
         time = float(text)
     except ValueError:
         time = math.nan
     if not 0 < time < math.inf:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected {expected}")
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected seconds above 0, such as 600")
     return time

@@ -11,10 +11,20 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import dpfuse
-from dpfuse.engine.plan import BucketPlan
-from dpfuse.tune import Timeline, ramp_plan
+from dpfuse.engine.plan import DEFAULT_SIZE, BucketPlan, BucketRule, plan_buckets, rebuild_plan
+from dpfuse.tune import Timeline
 
-__all__ = ["ALONE", "DEFAULT", "TUNED", "Contender", "Sizes", "changes", "contenders", "without_duplicates"]
+__all__ = [
+    "ALONE",
+    "DEFAULT",
+    "TUNED",
+    "Contender",
+    "Sizes",
+    "changes",
+    "contenders",
+    "ramp_plan",
+    "without_duplicates",
+]
 
 Sizes = tuple[float, float]  # comm_buffer_size and last_comm_buffer_size in MB
 DEFAULT: Sizes = (25.0, 1.0)  # 25 stands for no size, so buckets may be larger later
@@ -99,6 +109,20 @@ def without_duplicates(grid: Iterable[Sizes], timeline: Timeline, ranks: int) ->
         plan = ramp_plan(timeline, _passed(sizes[0]), sizes[1], ranks=ranks)
         kept.setdefault(plan.layout, sizes)
     return sorted(kept.values())
+
+
+def ramp_plan(timeline: Timeline, size: float | None = None, last_size: float = 1, *, ranks: int) -> BucketPlan:
+    """Return the buckets that dpfuse makes after its first synchronised backward, with default options.
+
+    Args:
+        timeline: when gradients are ready.
+        size: `comm_buffer_size`, in MB; None lets the rule choose, as there.
+        last_size: `last_comm_buffer_size`, in MB.
+        ranks: their number.
+    """
+    rule = BucketRule(ramp_ranks=ranks, grows=size is None)
+    plan = plan_buckets(timeline.specs, DEFAULT_SIZE if size is None else size, last_size, rule=rule)
+    return rebuild_plan(plan, timeline.order)
 
 
 def _passed(size: float) -> float | None:

@@ -21,14 +21,13 @@ import torch.distributed as dist
 
 import dpfuse
 from dpfuse.comm import collective
-from dpfuse.commands.contenders import DEFAULT, Contender, Sizes, contenders, without_duplicates
+from dpfuse.commands.contenders import DEFAULT, Contender, Sizes, contenders, ramp_plan, without_duplicates
 from dpfuse.commands.mean_check import check_mean
 from dpfuse.commands.ranks import build_on_all_ranks, say
 from dpfuse.commands.report_file import SavedRun, here
 from dpfuse.commands.tune_command import tune_wrapped
 from dpfuse.commands.user_model import Target
 from dpfuse.engine.plan import BucketPlan
-from dpfuse.tune import ramp_plan
 
 __all__ = ["Effort", "Row", "Sweep", "frozen_heap", "sweep"]
 

@@ -12,11 +12,10 @@ import dpfuse
 from dpfuse.commands.ranks import build_on_all_ranks, reports_here, run_on_ranks, say
 from dpfuse.commands.report_file import SavedRun, buckets_of, here, save_picture, write_report
 from dpfuse.commands.report_folder import REPORT, make_folder
-from dpfuse.commands.simulate_command import Scaling, report_scaling
 from dpfuse.commands.user_model import Target, find_factory
 from dpfuse.engine.plan import BucketPlan
 from dpfuse.errors import DPFuseError
-from dpfuse.tune import Schedule, Tuning, autotune, compare_plans, save_plot, save_trace
+from dpfuse.tune import Schedule, Tuning, autotune, save_plot, save_trace
 
 __all__ = ["Tuned", "tune", "tune_wrapped"]
 
@@ -48,7 +47,6 @@ def tune(
     folder: Path,
     arguments: list[str],
     *,
-    scaling: Scaling | None = None,
     save: Path | None = None,
 ) -> int:
     """Tune, print and write.
@@ -60,28 +58,22 @@ def tune(
         caps: limits of a bucket, and of the one sent last, in MB.
         folder: for the report.
         arguments: of the command line.
-        scaling: report what the recorded backward would take at other numbers of ranks, and not the tuning.
         save: the file for the plan in use at the end; None writes none.
 
     Raises:
-        DPFuseError: nothing could be tuned, or the scaling is not possible.
+        DPFuseError: nothing could be tuned.
     """
     find_factory(place)  # before ranks start: an error is shorter here
-    if scaling is not None:
-        scaling.cluster()
     if reports_here():
         make_folder(folder)
     found: Tuned | None = run_on_ranks(_tune, (place, steps, caps), count)
-    if found is not None and scaling is not None:
-        assert found.tuning.timeline is not None
-        report_scaling(found.tuning.timeline, scaling, place, found.run, folder, arguments)
-    elif found is not None:
+    if found is not None:
         _report(found, place, folder, arguments, save)
     return 0
 
 
 def tune_wrapped(target: Target, model: dpfuse.DataParallel, steps: int, caps: tuple[float, float]) -> Tuning:
-    """SavedRun backwards until `autotune` is done.
+    """Run backwards until `autotune` is done.
 
     Raises:
         DPFuseError: `autotune` failed and changed nothing, or it did not finish.
@@ -118,9 +110,7 @@ def _report(found: Tuned, place: str, folder: Path, arguments: list[str], save: 
     assert tuning.cost is not None
     assert tuning.old_plan is not None
     assert tuning.plan is not None
-    comparison = compare_plans(tuning.timeline, tuning.cost)
-    print(f"{tuning.explain()}\n\nbuckets in use from now on\n{found.in_use.explain()}")
-    print(f"\nplans for these times, by calculation; ms\n{comparison.explain()}\n")
+    print(f"{tuning.explain()}\n\nbuckets in use from now on\n{found.in_use.explain()}\n")
     if tuning.kept and save is None:
         print(
             'to train with these buckets, run `dpfuse tune --save plan.json` and pass plan="plan.json", or pass '
@@ -138,7 +128,6 @@ def _report(found: Tuned, place: str, folder: Path, arguments: list[str], save: 
             for name, schedule in (("before", tuning.old), ("expected", tuning.expected), ("after", tuning.new))
             if schedule is not None
         },
-        "comparison": asdict(comparison),
         "timeline": tuning.timeline.to_json(),
         "cost": tuning.cost.to_json(),
     }

@@ -134,18 +134,6 @@ class CostTable:
         sizes, times = self._points
         return CostTable(tuple(sizes), tuple(times + seconds + seconds_per_byte * sizes))
 
-    def cheapest(self, nbytes: Floats) -> Floats:
-        """Return the least time in which `nbytes` bytes can be sent, in one piece or in several.
-
-        Several pieces are faster where large pieces cost more per byte than small pieces.
-        """
-        sizes, times = (knots[1:] if self.sizes[0] == 0 else knots for knots in self._knots)
-        best = np.minimum.accumulate(times / sizes)  # seconds per byte, in pieces of up to that size
-        below = np.searchsorted(sizes, nbytes, side="right") - 1  # index of the last point that is not larger
-        whole = self(nbytes)
-        # Between two points, the cost per byte is least at one of the two.
-        return np.where(below >= 0, np.minimum(whole, best[below] * nbytes), whole)
-
     def to_json(self) -> dict[str, Any]:
         """Return the table as an object for `json.dump`."""
         return {"format": FORMAT, "sizes": list(self.sizes), "seconds": list(self.seconds)}

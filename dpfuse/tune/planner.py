@@ -1,4 +1,4 @@
-"""Finds the buckets with which the last bucket lands earliest, by dynamic programming. Knows no published rule."""
+"""Finds the buckets with which the last bucket lands earliest, by dynamic programming. Knows no other rule."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dpfuse.model.plan_from_groups import plan_from_groups
 from dpfuse.tune.cost import CostTable, Floats
 from dpfuse.tune.timeline import Timeline
 
-__all__ = ["lower_bound", "optimal_plan"]
+__all__ = ["optimal_plan"]
 
 MAX_STATES = 1 << 21  # with more states, adjacent gradients are joined before planning
 TIGHT = 1 << 32  # weight of a bucket without margin; a bucket with margin has weight 1
@@ -87,22 +87,6 @@ def optimal_plan(
     return plan_from_groups(
         timeline.specs, groups, comm_buffer_size=comm_buffer_size, last_comm_buffer_size=last_comm_buffer_size
     )
-
-
-def lower_bound(timeline: Timeline, cost: CostTable) -> float:
-    """Return a time in seconds before which no plan can have landed: gradients that are ready late must still be sent.
-
-    Example:
-        >>> import dpfuse
-        >>> from dpfuse.tune import CostTable, Timeline, lower_bound
-        >>> timeline = Timeline.synthetic([dpfuse.ParamSpec("a", (10**6,), "float32")], 0.004)
-        >>> lower_bound(timeline, CostTable.affine(0.001, 4e9))
-        0.006
-    """
-    sizes = np.array([timeline.nbytes[index] for index in timeline.order], float)
-    ready = np.array([timeline.ready[index] for index in timeline.order])
-    rest = np.cumsum(sizes[::-1])[::-1]
-    return float(max((ready + cost.cheapest(rest)).max(), timeline.backward_end + cost(float(sizes.min()))))
 
 
 def _kinds(timeline: Timeline, cap: float, last_cap: float) -> list[_Kind]:

@@ -10,8 +10,9 @@ import dpfuse
 from bench import bench_planner
 from bench.bench_planner import EXACT, RECORDED, _beside_rivals, _brute_force, _earliest_end
 from bench.goals import Entry, judge
+from bench.published_plans import ddp_plan, single_plan
 from bench.record_timeline import MODELS, load
-from dpfuse.tune import CostTable, Timeline, ddp_plan, optimal_plan, simulate, single_plan
+from dpfuse.tune import CostTable, Timeline, optimal_plan, simulate
 
 
 def entries(case: str, measured: dict[str, Any]) -> list[Entry]:

@@ -48,7 +48,6 @@ def check_folder(folder, ranks):
     assert len(report["before"]["total"]) == STEPS
     assert len(report["schedules"]["before"]["buckets"]) == len(report["plans"]["before"])
     assert len(report["schedules"]["expected"]["buckets"]) == len(tuned)
-    assert report["comparison"]["buckets"]["optimal"] == len(tuned)
     in_use = report["schedules"]["after" if report["kept"] else "before"]
     events = json.loads((folder / "trace.json").read_text())["traceEvents"]
     sent = [event for event in events if re.match(r"bucket \d+ \(", event["name"]) and "args" in event]
@@ -67,7 +66,6 @@ def test_ranks_are_started_and_a_report_is_left(tmp_path, capsys, monkeypatch):
     printed = capsys.readouterr().out
     assert "before: " in printed
     assert ('comm_buffer_size="auto"' in printed) == report["kept"]
-    assert "DDP, 1 + 25 MiB" in printed
     assert "no plan.png: it needs matplotlib" in printed
     assert sorted(path.name for path in folder.iterdir()) == ["report.json", "trace.json"]
 

@@ -9,7 +9,7 @@ import math
 import pytest
 
 import dpfuse
-from dpfuse.tune import CostTable, Timeline, compare_plans, plan_from_groups, save_plot, save_trace, simulate
+from dpfuse.tune import CostTable, Timeline, plan_from_groups, save_plot, save_trace, simulate
 from dpfuse.tune.trace import trace_events
 
 SPECS = [dpfuse.ParamSpec(name, (250,), "float32") for name in ("first", "second", "third", "fourth")]
@@ -75,15 +75,6 @@ def test_json_holds_everything():
         "landed": 5.0,
         "exposed": 0.5,
     }
-
-
-def test_the_comparison_starts_with_the_best_and_ends_with_the_bound():
-    text = compare_plans(TIMELINE, COST).explain()
-    lines = text.splitlines()
-    assert lines[1].split() == ["optimal", "3", "2000.000", "+0.0%"]
-    assert len(lines) == 1 + 7 + 1
-    assert "-" not in "".join(line.split()[-1] for line in lines[1:-1])
-    assert lines[-1] == "no plan exposes less than 1500.000 ms"
 
 
 def test_a_trace_has_a_span_for_each_phase_of_each_bucket(tmp_path):

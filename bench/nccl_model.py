@@ -50,14 +50,14 @@ class Link:
         max_ranks: of the largest such machine; None means any number.
 
     Example:
-        >>> from dpfuse.tune import ETHERNET, INFINIBAND
+        >>> from bench.nccl_model import ETHERNET, INFINIBAND
         >>> size = 25 * 2**20
         >>> INFINIBAND.cost(64)(size) < INFINIBAND.cost(16384)(size) < ETHERNET.cost(64)(size)
         True
 
     Source: NCCL 2.28.7, src/graph/tuning.cc (latencies and protocols of ring and tree). Left out: NVLS and CollNet,
     the correction of trees at medium sizes, the plateau of rings. Use it to compare plans and to see the shape of the
-    curve. `measure_all_reduce` is better if you can run a job.
+    curve. `dpfuse.tune.measure_all_reduce` is better if you can run a job.
     """
 
     name: str

@@ -5,15 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Sequence
 
-from dpfuse.engine.plan import (
-    DEFAULT_SIZE,
-    BucketPlan,
-    BucketRule,
-    assign_buckets,
-    plan_buckets,
-    rebuild_plan,
-    size_in_bytes,
-)
+from dpfuse.engine.plan import BucketPlan, assign_buckets, plan_buckets, rebuild_plan, size_in_bytes
 from dpfuse.model.plan_from_groups import plan_from_groups
 from dpfuse.tune.cost import CostTable
 from dpfuse.tune.simulation import simulate
@@ -26,7 +18,6 @@ __all__ = [
     "mg_wfbp_plan",
     "one_bucket_plan",
     "paddle_plan",
-    "ramp_plan",
     "rival_plans",
     "single_plan",
 ]
@@ -59,20 +50,6 @@ def paddle_plan(timeline: Timeline, size: float = 25, last_size: float = 1) -> B
         last_size: `last_comm_buffer_size`, in MB.
     """
     return rebuild_plan(plan_buckets(timeline.specs, size, last_size), timeline.order)
-
-
-def ramp_plan(timeline: Timeline, size: float | None = None, last_size: float = 1, *, ranks: int) -> BucketPlan:
-    """Return the buckets that dpfuse makes after its first synchronised backward, with default options.
-
-    Args:
-        timeline: when gradients are ready.
-        size: `comm_buffer_size`, in MB; None lets the rule choose, as there.
-        last_size: `last_comm_buffer_size`, in MB.
-        ranks: their number.
-    """
-    rule = BucketRule(ramp_ranks=ranks, grows=size is None)
-    plan = plan_buckets(timeline.specs, DEFAULT_SIZE if size is None else size, last_size, rule=rule)
-    return rebuild_plan(plan, timeline.order)
 
 
 def capped_plan(timeline: Timeline, size: float) -> BucketPlan:
@@ -141,7 +118,8 @@ def rival_plans(timeline: Timeline, cost: CostTable) -> dict[str, BucketPlan]:
 
     Example:
         >>> import dpfuse
-        >>> from dpfuse.tune import CostTable, Timeline, rival_plans
+        >>> from bench.published_plans import rival_plans
+        >>> from dpfuse.tune import CostTable, Timeline
         >>> timeline = Timeline.synthetic([dpfuse.ParamSpec(name, (99,), "float32") for name in "ab"], 0.001)
         >>> {name: len(plan.buckets) for name, plan in rival_plans(timeline, CostTable.affine(1e-4, 1e9)).items()}
         ... # doctest: +NORMALIZE_WHITESPACE
