@@ -18,7 +18,7 @@ from torch.utils._device import _device_constructors
 
 from tests.house import ENTRIES, MODULES, ROOT, SOURCES, floors, imports_of, layer_of, module_of, picture
 
-FACES = {"data_parallel", "wrapper", "manual", "grad_scaler", "hooks"}
+FACES = {"data_parallel", "wrapper", "manual", "grad_scaler"}
 WINGS = {"ddp", "paddle", "tune", "commands", "integrations"}
 OPEN_TO_ALL = {"errors", "exclusions", "version"}
 # A size of "auto" asks for the tuner when a wrapper was made.

@@ -58,7 +58,7 @@ class TorchHooks(TorchNames):
         It is called as `hook(state, bucket)` when a bucket is complete, in the order of communication, and returns
         a `torch.futures.Future` of the new buffer. `bucket` has the methods of `torch.distributed.GradBucket`;
         its gradients are not divided by the number of ranks. The hooks of
-        `torch.distributed.algorithms.ddp_comm_hooks` run as they are, and those of `dpfuse.hooks`.
+        `torch.distributed.algorithms.ddp_comm_hooks` run as they are.
 
         Buckets are rebuilt once, after the first synchronised backward; the hook stays. It is called for a
         bucket when the future of the one before is complete, unless the back end completes futures at once

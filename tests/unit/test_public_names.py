@@ -29,7 +29,6 @@ PACKAGES = [
     "dpfuse.ddp",
     "dpfuse.distributed",
     "dpfuse.errors",
-    "dpfuse.hooks",
     "dpfuse.launch",
     "dpfuse.paddle",
     "dpfuse.paddle.distributed.launch",

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -19,7 +20,6 @@ from dpfuse.comm import collective
 from dpfuse.comm.abilities import Abilities, answers_of
 from dpfuse.engine.exchanges import in_place as in_place_exchange
 from dpfuse.engine.exchanges.in_place import InPlace
-from dpfuse.hooks import fused_bf16
 from tests.distributed.in_place import (
     ALL,
     NONE,
@@ -349,7 +349,7 @@ def where_it_is_off(rank, size):
     assert InPlace not in kinds(dpfuse.DataParallel(Net(), gradient_as_bucket_view=False, wire_dtype=torch.bfloat16))
     assert InPlace not in kinds(dpfuse.DataParallel(Net().to(torch.complex64), gradient_as_bucket_view=False))
     hooked = dpfuse.DistributedDataParallel(Net())
-    hooked.register_comm_hook(None, fused_bf16)
+    hooked.register_comm_hook(None, allreduce_hook)
     assert InPlace not in kinds(hooked)
 
 

@@ -22,7 +22,6 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from dpfuse import DistributedDataParallel
 from dpfuse.engine.exchanges.comm_bucket import CommBucket
-from dpfuse.hooks import fused_bf16, fused_fp16
 from tests.one_in import crossed
 
 BUILTIN = dist.BuiltinCommHookType
@@ -157,8 +156,6 @@ ELEMENTWISE = {
     "chained": (None, with_then),
     "set_buffer": (None, with_set_buffer),
     "other dtype": (None, of_another_dtype),
-    "ours, bf16": (None, fused_bf16),
-    "ours, fp16": (None, fused_fp16),
     "built in": (None, BUILTIN.ALLREDUCE),
     "built in fp16": (None, BUILTIN.FP16_COMPRESS),
 }
@@ -244,13 +241,13 @@ def test_channels_last_weights(ranks, name, views):
 
 
 @pytest.mark.parametrize("views", [True, False], ids=["views", "private"])
-@pytest.mark.parametrize("name", ["allreduce", "fp16", "ours, bf16"])
+@pytest.mark.parametrize("name", ["allreduce", "fp16", "bf16"])
 def test_several_dtypes(ranks, name, views):
     ranks(train_beside_torch, SeveralDtypes, name, views, SMALL)
 
 
 @pytest.mark.parametrize("views", [True, False], ids=["views", "private"])
-@pytest.mark.parametrize("name", ["allreduce", "fp16", "chained", "ours, fp16"])
+@pytest.mark.parametrize("name", ["allreduce", "fp16", "chained", "fp16 wrapper"])
 def test_parameters_that_some_ranks_do_not_use(ranks, name, views):
     ranks(train_beside_torch, Branching, name, views, SMALL)
 
@@ -393,30 +390,6 @@ def test_a_sparse_gradient_that_some_ranks_do_not_have(rank, size):
         if used:
             expected = model.module.head.weight.sum(0) / 2
             torch.testing.assert_close(grad.to_dense()[:3], torch.stack([expected, 2 * expected, expected]))
-
-
-@pytest.mark.ranks(size=3)
-def test_our_hooks_serve_torch_as_well(rank, size):
-    """Numbers that stock hooks round twice, or overflow on, with three ranks."""
-    for hook, wire in ((fused_bf16, torch.bfloat16), (fused_fp16, torch.float16)):
-        local = torch.linspace(1, 60_000, 100) * (rank + 1) / 2
-        sent = (local / size).to(wire)
-        dist.all_reduce(sent)
-        for kind in (TorchDDP, DistributedDataParallel):
-            model = kind(nn.Linear(100, 1, bias=False))
-            model.register_comm_hook(None, hook)
-            model(local[None]).sum().backward()
-            grad = model.module.weight.grad[0]
-            assert grad.dtype == torch.float32
-            assert grad.isfinite().all()
-            # A product with 1 / 3 and a quotient may round differently.
-            torch.testing.assert_close(grad, sent.float(), rtol=torch.finfo(wire).eps, atol=0)
-
-
-def test_our_hooks_refuse_sparse_gradients():
-    sparse = torch.sparse_coo_tensor([[0]], [1.0], (2,), check_invariants=True)
-    with pytest.raises(TypeError, match=r"layout torch.sparse_coo, expected dense gradients"):
-        fused_bf16(None, CommBucket(0, sparse, [torch.ones(2)], is_last=True))
 
 
 def test_a_bucket_shows_another_buffer_once_it_is_set():
