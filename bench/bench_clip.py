@@ -1,8 +1,7 @@
-"""The cost of clipping in a step: torch's on DDP's gradients, and dpfuse's with and without a norm from backward.
+"""The cost of clipping in a step: torch's on DDP's gradients, and dpfuse's.
 
 Steps are forward, backward, and clipping to half the norm, so that every gradient is scaled. The cost of clipping is
-the difference to a bare step: a step without clipping, of a wrapper that does not measure the norm in backward. So
-the cost of that measuring is included. Times on the CPU are wall times on two gloo ranks.
+the difference to a bare step, which has no clipping. Times on the CPU are wall times on two gloo ranks.
 """
 
 from __future__ import annotations
@@ -28,8 +27,6 @@ from bench.playback import play_back, played_back, remembered
 from bench.rank_group import on_ranks
 from bench.step_time import Effort, StepTimes, affordable
 from dpfuse.commands.sweep import frozen_heap
-from dpfuse.engine.bucket import GradBucket
-from dpfuse.gradients.square_sum import MeasuredDelivery
 
 __all__ = ["AGAIN", "BASES", "VARIANTS", "time_clips"]
 
@@ -38,13 +35,10 @@ WRAPS: dict[str, Wrap] = {
     "DDP view": partial(DistributedDataParallel, gradient_as_bucket_view=True),
     "dpfuse views": dpfuse.DataParallel,
     "dpfuse private": partial(dpfuse.DataParallel, gradient_as_bucket_view=False),
-    "dpfuse measured views": partial(dpfuse.DataParallel, grad_norm_in_backward=True),
-    "dpfuse measured private": partial(dpfuse.DataParallel, grad_norm_in_backward=True, gradient_as_bucket_view=False),
 }
-BARE_WRAPS = [name for name in WRAPS if "measured" not in name]
 AGAIN = "dpfuse views bare again"  # its difference is noise
-BASES = {name: f"{name.replace('measured ', '')} bare" for name in WRAPS}
-BASES |= {f"{name} bare": f"{name} bare" for name in BARE_WRAPS} | {AGAIN: "dpfuse views bare"}
+BASES = {name: f"{name} bare" for name in WRAPS}
+BASES |= {f"{name} bare": f"{name} bare" for name in WRAPS} | {AGAIN: "dpfuse views bare"}
 VARIANTS = tuple(BASES)
 STEPS = 3  # dpfuse rebuilds its buckets after the first
 FLOAT32_SUM = 1 << 16  # from this many elements on, torch's float32 sum of squares has an error above 1e-6
@@ -95,22 +89,14 @@ class _Clipped:
         return torch.cat([cast("Tensor", param.grad).reshape(-1) for param in self.params])
 
     def facts(self) -> dict[str, int]:
-        """Return the bytes of the present gradients, and the bytes that clipping need not read for the norm."""
+        """Return the number and the bytes of the gradients, the number of buckets, and the bytes reduced in place."""
         facts = {"parameters": len(self.params), "bytes": sum(param.nbytes for param in self.params)}
         if isinstance(self._wrapped, dpfuse.DataParallel):
             assert self._wrapped.reducer is not None
             buckets = self._wrapped.reducer.buckets
             facts["buckets"] = len(buckets)
             facts["bytes_in_place"] = sum(bucket.parts.exchange.bytes_in_place for bucket in buckets)
-            facts["bytes_measured"] = sum(map(_measured_bytes, buckets))
         return facts
-
-
-def _measured_bytes(bucket: GradBucket) -> int:
-    """Return the bytes of the gradients of which the sum of squares is known."""
-    params, delivery = bucket.parts.buffer.params, bucket.parts.delivery
-    known = isinstance(delivery, MeasuredDelivery) and delivery.squares.of([param.grad for param in params]) is not None
-    return sum(param.nbytes for param in params) if known else 0
 
 
 def _prove(contenders: dict[str, _Clipped]) -> dict[str, dict[str, int]]:
@@ -122,7 +108,7 @@ def _prove(contenders: dict[str, _Clipped]) -> dict[str, dict[str, int]]:
         The facts of each contender.
 
     Raises:
-        AssertionError: A norm or a gradient differs, or backward has measured wrong gradients.
+        AssertionError: A norm or a gradient differs.
     """
     peer = contenders["DDP default"]
     peer.backward()
@@ -145,10 +131,6 @@ def _prove(contenders: dict[str, _Clipped]) -> dict[str, dict[str, int]]:
             errors = contender.gradients().sub_(expected).abs_()
             assert bool((errors <= close * sizes).all()), f"{name}: a gradient is not the mean times the factor"
             contender.drop()
-        if name.startswith("dpfuse"):
-            # Gradients that are reduced in place pass no kernel, and are read again.
-            measured = facts[name]["bytes"] - facts[name]["bytes_in_place"] if "measured" in name else 0
-            assert facts[name]["bytes_measured"] == measured, f"{name}: measured other bytes than {measured}"
     return facts
 
 
@@ -173,7 +155,7 @@ def time_clips(build: Callable[[], Workload], effort: Effort, device: str = "cpu
         facts = _prove(contenders)
         # A wrapper's bare step is run with the same objects, so that only clipping differs.
         steps = {name: contender.step for name, contender in contenders.items()}
-        steps |= {f"{name} bare": contenders[name].bare_step for name in BARE_WRAPS}
+        steps |= {f"{name} bare": contenders[name].bare_step for name in WRAPS}
         steps[AGAIN] = contenders["dpfuse views"].bare_step
         with frozen_heap():
             # With the clock: on a busy machine a common start of the ranks takes as long as a small step.
@@ -203,7 +185,7 @@ CASES = {
     "1000 tiny": _Case(partial(chain, 1000), Effort(20, 3, 15), Effort(20, 1, 4)),
     "20 x 1.25 MB": _Case(partial(layers, 20, 572), Effort(30, 1, 15), Effort(20, 1, 2)),
     "25 x 4 MB": _Case(partial(layers, 25, 1024), Effort(15, 1, 20), Effort(20, 1, 2)),
-    # Private gradients of this size all pass the kernel that measures them: none is reduced in place.
+    # Of this size, no private gradient is reduced in place.
     "100 x 1 MB": _Case(partial(layers, 100, 512), None, Effort(20, 1, 2)),
 }
 QUICK = Effort(5, 1, 1)

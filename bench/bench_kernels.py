@@ -1,9 +1,8 @@
 """Shapes of the pack kernel on a GPU: elements per program and warps, by dtype and size, cold and hot in the cache.
 
 The record has the best shape of each case; `dpfuse_kernels/launch_shape.py` has the shapes in use. The case "launch" is
-the CPU time of a launch, without Triton's dispatcher and with it. The case "measure" compares three unpacks: with the
-sum of squares, without it, and with a launch of `squared_norm` after it. The cases "adamw …" compare a step of AdamW in
-one launch with torch's fused optimizer, which casts in launches of their own.
+the CPU time of a launch, without Triton's dispatcher and with it. The cases "adamw …" compare a step of AdamW in one
+launch with torch's fused optimizer, which casts in launches of their own.
 """
 
 from __future__ import annotations
@@ -13,14 +12,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from bench.kernel_time import LAUNCHES, MEASURES, SHAPES, label, time_launches, time_measures, time_shapes
+from bench.kernel_time import LAUNCHES, SHAPES, label, time_launches, time_shapes
 from bench.pack_time import CEILING
 from bench.playback import play_back, played_back, remembered
 from bench.size_list import bucket_shapes
 from bench.update_time import UPDATES, time_updates
 
 MB = 1 << 20
-LAUNCH, MEASURE = "launch", "measure"
+LAUNCH = "launch"
 PAIRS = [
     (torch.float32, torch.float32),
     (torch.float32, torch.bfloat16),
@@ -70,16 +69,13 @@ def _measured(case: _Case | _Update | str, quick: bool) -> dict[str, dict[str, A
         return time_launches("cuda", rounds=rounds)
     if isinstance(case, _Update):
         return time_updates(PART, case.dtype, case.wire, "cuda", rounds=rounds)
-    if not isinstance(case, _Case):
-        shapes = bucket_shapes("resnet50", 25 * MB // 4)
-        return time_measures(shapes, torch.float32, torch.float32, "cuda", rounds=rounds)
+    assert isinstance(case, _Case)
     shapes = bucket_shapes(case.sizes, case.megabytes * MB // case.dtype.itemsize)
     return time_shapes(shapes, case.dtype, case.wire, "cuda", rounds=rounds, hot=case.hot)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     cases: list[tuple[_Case | _Update | str, str]] = [(LAUNCH, name) for name in LAUNCHES]
-    cases += [(MEASURE, name) for name in MEASURES]
     cases += [(_Update(*pair), name) for pair in PAIRS for name in UPDATES]
     cases += [(case, name) for case in CASES for name in (CEILING, *map(label, SHAPES))]
     metafunc.parametrize(("case", "variant"), cases if metafunc.config.getoption("--gpu") else [], ids=str)

@@ -39,7 +39,7 @@ EXPOSED_PART = "exposed part of the step"
 MODES = {"dpfuse views": 0, "dpfuse private": 1}  # unpacks per bucket, in addition to one pack
 WIRE_MODES = {"dpfuse bf16 views": 1, "dpfuse bf16 private": 1}
 HEALTH_GOALS = {"host 1000": 0.6}  # extra CPU time of norm, clipping and finite check over torch's
-CUDA_HEALTH_GOAL = 0.4  # also if the norm is measured in backward
+CUDA_HEALTH_GOAL = 0.4
 # Gradients and buffers of a window. The gradients of the largest bucket exist twice, so this depends on the model.
 PEAK_GOALS = {"pair float32": 0.65, "cuda float32": 0.6}
 BYTES_GOALS = {"dpfuse bf16": 0.5, "dpfuse e4m3": 0.27, "dpfuse e5m2": 0.27}  # as a fraction of float32 gradients
@@ -287,11 +287,9 @@ def _health(case: str, contenders: dict[str, Entry]) -> Iterator[Outcome]:
 
 def _clip(case: str, contenders: dict[str, Entry]) -> Iterator[Outcome]:
     for kind, peer in (("views", "DDP view"), ("private", "DDP default")):
-        for ours in (f"dpfuse measured {kind}", f"dpfuse {kind}"):
-            value = ratio(contenders[ours].info["extra"], contenders[peer].info["extra"])
-            goal = CUDA_HEALTH_GOAL if case.startswith("cuda") and "measured" in ours else None
-            yield Outcome("clip", case, f"what clipping adds, {ours} / {peer}", value, goal)
-        ours = f"dpfuse measured {kind}"
+        ours = f"dpfuse {kind}"
+        value = ratio(contenders[ours].info["extra"], contenders[peer].info["extra"])
+        yield Outcome("clip", case, f"what clipping adds, {ours} / {peer}", value, None)
         value = ratio(contenders[ours].median, contenders[peer].median)
         yield Outcome("clip", case, f"step with clipping, {ours} / {peer}", value, None)
 
@@ -339,11 +337,6 @@ def _kernels_suite(case: str, contenders: dict[str, Entry]) -> Iterator[Outcome]
         # Without a bound kernel, the time would be that of the dispatcher.
         seconds = bound.median if bound.info["bound"] else None
         yield Outcome("kernels", case, "CPU seconds of a bound launch", seconds, LAUNCH_GOAL)
-        return
-    if case == "measure":
-        for name in ("unflatten", "unflatten, then squared_norm"):
-            value = ratio(contenders["unflatten with squares"].median, contenders[name].median)
-            yield Outcome("kernels", case, f"time, unflatten with squares / {name}", value, None)
         return
     if case.startswith("adamw"):
         ours = contenders["adamw_step"].median

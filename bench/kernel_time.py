@@ -1,4 +1,4 @@
-"""Times the pack kernel in several shapes, a launch in both ways, and an unpack with the sum of squares."""
+"""Times the pack kernel in several shapes, and a launch in both ways."""
 
 from __future__ import annotations
 
@@ -15,12 +15,10 @@ from bench.interleave import host_clock, interleave, one_thread
 from bench.pack_time import CEILING, COLD_BYTES, gpu_clock
 from dpfuse_kernels import PointerTable, Slot
 from dpfuse_kernels.flatten import flatten, flatten_reference
-from dpfuse_kernels.launch_shape import DEFAULT, LaunchShape, launch_shape
+from dpfuse_kernels.launch_shape import LaunchShape, launch_shape
 from dpfuse_kernels.launcher import Launcher
-from dpfuse_kernels.squared_norm import squared_norm
-from dpfuse_kernels.unflatten import unflatten
 
-__all__ = ["CALLS", "LAUNCHES", "MEASURES", "SHAPES", "label", "time_launches", "time_measures", "time_shapes"]
+__all__ = ["CALLS", "LAUNCHES", "SHAPES", "label", "time_launches", "time_shapes"]
 
 SHAPES = [LaunchShape(chunk, warps) for chunk, warps in [(1024, 2), *product((2048, 4096, 8192), (4, 8, 16))]]
 FEWEST_SETS = 4
@@ -45,7 +43,6 @@ class _PackSet:
             offset += -(-source.numel() // step) * step
         self.table = PointerTable(torch.zeros(offset, dtype=wire, device=device), slots, dtype)
         self.twin = torch.randn(offset, device=device).to(dtype)
-        self.squares = torch.zeros((), dtype=torch.float64, device=device)
         self._launchers = {shape: Launcher(self.table, shape) for shape in SHAPES}
 
     def pack(self, shape: LaunchShape) -> None:
@@ -55,16 +52,6 @@ class _PackSet:
     def copy(self) -> None:
         self.table.flat.copy_(self.twin)
 
-    def unpack(self) -> None:
-        unflatten(self.table, self.sources)
-
-    def unpack_and_measure(self) -> None:
-        unflatten(self.table, self.sources, squares=self.squares)
-
-    def unpack_then_measure(self) -> None:
-        unflatten(self.table, self.sources)
-        self.squares = squared_norm(self.sources, self.table)
-
     def prove(self, shape: LaunchShape) -> None:
         self.table.flat.zero_()
         flatten_reference(self.sources, self.table, scale=SCALE)
@@ -72,13 +59,6 @@ class _PackSet:
         self.table.flat.zero_()
         self.pack(shape)
         assert torch.equal(self.table.flat, expected), f"{shape}: a tensor differs"
-
-
-MEASURES: dict[str, Callable[[_PackSet], None]] = {
-    "unflatten": _PackSet.unpack,
-    "unflatten with squares": _PackSet.unpack_and_measure,
-    "unflatten, then squared_norm": _PackSet.unpack_then_measure,
-}
 
 
 class _Call(NamedTuple):
@@ -139,45 +119,6 @@ def time_shapes(
             "default": calls[name].shape == usual,
         }
         for name, pairs in times.items()
-    }
-
-
-@one_thread()
-def time_measures(
-    shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, wire: torch.dtype, device: str, *, rounds: int
-) -> dict[str, dict[str, Any]]:
-    """Time an unpack with the sum of squares, without it, and with a separate launch for it; cold in the cache.
-
-    Args:
-        shapes: of the tensors.
-        dtype: of the tensors.
-        wire: of the buffer.
-        device: `"cuda"`; the CPU with Triton's interpreter only shows that it runs.
-        rounds: timed calls of each.
-
-    Returns:
-        By contender: `seconds`, and the sum of `squares`; 0 for the contender without a sum.
-    """
-    torch.manual_seed(0)
-    numel = sum(torch.Size(shape).numel() for shape in shapes)
-    sets = max(FEWEST_SETS, -(-COLD_BYTES // (numel * (dtype.itemsize + wire.itemsize)))) if device == "cuda" else 1
-    data = [_PackSet(shapes, dtype, wire, device) for _ in range(sets)]
-    found = {}
-    for one in data:
-        one.pack(DEFAULT)
-        for name, run in MEASURES.items():
-            one.squares.zero_()
-            run(one)
-            found[name] = one.squares.item()
-    following = cycle(data)
-
-    def turn(name: str) -> Callable[[], tuple[float, float]]:
-        clock = gpu_clock() if device == "cuda" else host_clock
-        return lambda: clock(partial(MEASURES[name], next(following)))
-
-    times = interleave({name: turn(name) for name in MEASURES}, _given, rounds=rounds)
-    return {
-        name: {"seconds": [seconds for seconds, _ in pairs], "squares": found[name]} for name, pairs in times.items()
     }
 
 

@@ -32,16 +32,16 @@ class Exclusion:
 
 
 OF_SUMS = ("deterministic", "accumulate_in_buckets", "error_feedback", "wire_reduce", "wire")
-OF_WHOLE = ("grad_norm_in_backward", "metrics", "ShardedOptimizer", "wire of another dtype", "indivisible parameter")
+OF_WHOLE = ("metrics", "ShardedOptimizer", "wire of another dtype", "indivisible parameter")
 OF_STEPS = ("GradScaler", "accumulate_in_buckets", "find_unused_parameters")
 PART = "each rank has only a part of the gradients"
 OF_OTHER_SUMS = (
-    *OF_SUMS, "narrow wire", "check_finite", "grad_norm_in_backward", "metrics", "gradient_scale", "mixed_precision",
+    *OF_SUMS, "narrow wire", "check_finite", "metrics", "gradient_scale", "mixed_precision",
     "auto",
 )  # fmt: skip
 OF_CALLS = ("hook", "weight", "step_in_backward", "GradScaler", "autotune", "DTensor", "join", "no_sync")
 LEAVE_ONE = "Leave out one of the two."
-BESIDE_DTENSORS = ("accumulate_in_buckets", "check_finite raises", "grad_norm_in_backward", "metrics")
+BESIDE_DTENSORS = ("accumulate_in_buckets", "check_finite raises", "metrics")
 EXCLUSIONS = (
     Exclusion(
         "wire",

@@ -40,7 +40,7 @@ from dpfuse.model.check import check_module
 from dpfuse.model.logs import show_chosen_logs
 from dpfuse.model.micro_loop import MicroLoop, common_seed, refuse_without_group, set_threads
 from dpfuse.model.module_sync import FaceParts, Measurable, ModuleSync
-from dpfuse.model.options import SyncOptions, filled
+from dpfuse.model.options import SyncOptions, of_earlier_version
 from dpfuse.model.transforms import may_have_backward
 from dpfuse.stopping.deadline import deadline
 from dpfuse.stopping.knowledge import own_reason, tell_program
@@ -560,7 +560,7 @@ class SyncedModule(nn.Module):
         """The norm of all gradients as they are now, taken as one vector: after a backward, of their means.
 
         What was done to `.grad` since backward counts, parameters without gradient do not. Gradients that still lie in
-        the communication buffers are read by the buffer, and what `grad_norm_in_backward` has measured is not read.
+        the communication buffers are read by the buffer.
 
         Args:
             norm_type: order of the norm, such as 1, 2 or `math.inf`.
@@ -767,8 +767,7 @@ class SyncedModule(nn.Module):
 
     def _restore(self, state: dict[str, Any], group: dist.ProcessGroup | None) -> None:
         options: SyncOptions = state["_options"]
-        # An earlier version had fewer options.
-        state = {**state, "_options": replace(options, common=filled(options.common, type(self)))}
+        state = {**state, "_options": of_earlier_version(options, type(self))}
         nn.Module.__setstate__(self, state)
         require_sync = state["_require_sync"]
         self._connect(group, fresh=False)

@@ -254,16 +254,14 @@ class _Making:
         elif self.assembly.settings.views and buffer.holds_gradients:
             delivery = Views(buffer, hooks)
         else:
-            found = (each.squares(order, bucket) for each in self.assembly.features)
-            squares = next((one for one in found if one is not None), None)
             post_scale = buffer.averaging.post_scale
-            private = delivery = Private(buffer, post_scale, squares, label)
+            private = delivery = Private(buffer, post_scale, label)
             nbytes = sum(torch.Size(shape).numel() for shape, _ in buffer.shapes) * ITEM_SIZE[bucket.dtype]
             usual = report is None and not buffer.dtype.is_complex and self.assembly.hook is None
             if self.side is not None and usual and buffer.params and nbytes >= LEAST * len(buffer.params):
                 delivery = EarlyPrivate(private, buffer, self.side)
         for feature in self.assembly.features:
-            delivery = feature.delivery(order, delivery, buffer, self.side if report is None else None)
+            delivery = feature.delivery(order, delivery, buffer)
         return delivery
 
     def _hooked(

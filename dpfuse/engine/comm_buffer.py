@@ -43,9 +43,7 @@ class Format(Protocol):
     ) -> None:
         """Write gradients into a table that `table` has made. The arguments are those of `dpfuse_kernels.flatten`."""
 
-    def unpack(
-        self, table: PointerTable, targets: Sequence[Tensor | None], scale: float, squares: Tensor | None, matched: bool
-    ) -> None:
+    def unpack(self, table: PointerTable, targets: Sequence[Tensor | None], scale: float, matched: bool) -> None:
         """Write the gradients in the table to the targets."""
 
 
@@ -63,10 +61,8 @@ class _Plain:
 
     pack = staticmethod(flatten)
 
-    def unpack(
-        self, table: PointerTable, targets: Sequence[Tensor | None], scale: float, squares: Tensor | None, matched: bool
-    ) -> None:
-        unflatten(table, targets, scale=scale, squares=squares, matched=matched)
+    def unpack(self, table: PointerTable, targets: Sequence[Tensor | None], scale: float, matched: bool) -> None:
+        unflatten(table, targets, scale=scale, matched=matched)
 
 
 PLAIN: Format = _Plain()
@@ -134,11 +130,9 @@ class CommBuffer:
         """Whether the numbers in it are the gradients' own, so that `.grad` can be a view."""
         return self.table.dtype == self.flat.dtype
 
-    def unpack(
-        self, targets: Sequence[Tensor | None], *, scale: float, squares: Tensor | None = None, matched: bool = True
-    ) -> None:
-        """Copy the slots to these tensors, one per parameter or None, and add up squares if asked to."""
-        self.format.unpack(self.gradients, targets, scale, squares, matched)
+    def unpack(self, targets: Sequence[Tensor | None], *, scale: float, matched: bool = True) -> None:
+        """Copy the slots to these tensors, one per parameter or None."""
+        self.format.unpack(self.gradients, targets, scale, matched)
 
     def hand_out_views(self, but: Collection[int]) -> None:
         """Make `.grad` of each parameter its view of the buffer, except at the registration indices in `but`."""

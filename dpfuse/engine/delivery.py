@@ -32,9 +32,6 @@ class Views(Delivery):
     Args:
         buffer: holds the gradients as they are.
         hooks: of its parameters.
-
-    Attributes:
-        handed_out: whether views were handed out when the buffer was sent.
     """
 
     gives_views = True
@@ -71,14 +68,12 @@ class Private(Delivery):
     Args:
         buffer: holds the gradients in any dtype.
         post_scale: multiplies what is copied.
-        squares: where to add up the squares of what is copied, [] float64; None adds up nothing.
         label: of the bucket, for profiles.
     """
 
-    def __init__(self, buffer: CommBuffer, post_scale: float, squares: Tensor | None = None, label: str = "") -> None:
+    def __init__(self, buffer: CommBuffer, post_scale: float, label: str = "") -> None:
         self._buffer = buffer
         self._post_scale = post_scale
-        self._squares = squares
         self._label = label
 
     def deliver(self, missing: Collection[int], untouched: Set[int]) -> bool:
@@ -108,7 +103,7 @@ class Private(Delivery):
 
     def copy_now(self, targets: Sequence[Tensor | None], *, matched: bool = True) -> None:
         """Copy as `copy_to` does, without a second attempt."""
-        self._buffer.unpack(targets, scale=self._post_scale, squares=self._squares, matched=matched)
+        self._buffer.unpack(targets, scale=self._post_scale, matched=matched)
 
 
 class RenewedViews(Delivery):

@@ -18,7 +18,6 @@ from dpfuse.engine.plan import Bucket, BucketPlan
 from dpfuse.engine.protocols import Companion, Delivery, Exchange, PackStep
 from dpfuse.engine.report import Report
 from dpfuse.engine.report_layout import ReportLayout
-from dpfuse.engine.streams import SideStream
 
 __all__ = ["Engine", "Feature"]
 
@@ -108,12 +107,8 @@ class Feature(Watcher):
         """Return how this bucket travels: the `usual` way, or another one."""
         return usual
 
-    def squares(self, order: int, bucket: Bucket) -> Tensor | None:
-        """Return where a private delivery adds up the squares of the gradients, [] float64."""
-        return None
-
-    def delivery(self, order: int, delivery: Delivery, buffer: CommBuffer, side: SideStream | None) -> Delivery:
-        """Return `delivery`, or one that does more around it. On `side`, work can be done while backward runs."""
+    def delivery(self, order: int, delivery: Delivery, buffer: CommBuffer) -> Delivery:
+        """Return `delivery`, or one that does more around it."""
         return delivery
 
     def beside(self) -> Companion | None:
@@ -121,4 +116,4 @@ class Feature(Watcher):
         return None
 
     def spoil(self, wrong: Callable[[], Tensor], deliveries: Sequence[Delivery]) -> None:
-        """Invalidate what these deliveries have measured, if `wrong()`, [] bool on the device, is set. For CUDA."""
+        """Invalidate what these deliveries have delivered, if `wrong()`, [] bool on the device, is set. For CUDA."""

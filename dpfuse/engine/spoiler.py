@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from operator import attrgetter
 
@@ -13,7 +12,6 @@ from dpfuse.engine.comm_buffer import CommBuffer
 from dpfuse.engine.param_spec import grad_dtype_of
 from dpfuse_kernels import SpoilTable, spoil
 from dpfuse_kernels.seen import Seen
-from dpfuse_kernels.spoil import any_pair
 
 __all__ = ["Spoiler", "spoiler_of"]
 
@@ -27,11 +25,9 @@ class Spoiler:
 
     Args:
         params: whose gradients are averaged.
-        squares: sums of squares of them, each [] float64 on their device; they become NaN, too.
     """
 
-    def __init__(self, params: Sequence[Tensor], squares: Sequence[Tensor] = ()) -> None:
-        self._squares = list(squares)
+    def __init__(self, params: Sequence[Tensor]) -> None:
         self._layouts: list[Seen] = []  # of the communication buffers filled last: it holds no memory
         self._buffer_kinds: list[tuple[SpoilTable, list[int]]] = []  # with the places of the buffers
         kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
@@ -54,7 +50,7 @@ class Spoiler:
             if params[0].is_complex():
                 grads = [*map(_real, grads)]
             copy = self._spoil(table, grads, pairs, copy)
-        self._end(pairs, copy)
+        _copy(copy)
 
     def fill_buffers(
         self, buffers: Sequence[CommBuffer], pairs: Tensor, copy: tuple[Tensor, Tensor] | None = None
@@ -71,7 +67,7 @@ class Spoiler:
             self._layouts, self._buffer_kinds = layouts, _tables_of(buffers)
         for table, places in self._buffer_kinds:
             copy = self._spoil(table, [buffers[place].gradients.flat for place in places], pairs, copy)
-        self._end(pairs, copy)
+        _copy(copy)
 
     def _spoil(
         self, table: SpoilTable, tensors: list[Tensor | None], pairs: Tensor, copy: tuple[Tensor, Tensor] | None
@@ -83,17 +79,16 @@ class Spoiler:
         spoil(table, tensors, pairs, copy)
         return None
 
-    def _end(self, pairs: Tensor, copy: tuple[Tensor, Tensor] | None) -> None:
-        if copy is not None:  # no gradient lies on the device of the report
-            copy[1].copy_(copy[0], non_blocking=True)
-        if self._squares:
-            poison = torch.where(any_pair(pairs), math.nan, 0.0).double()
-            torch._foreach_add_(self._squares, [poison] * len(self._squares))  # else the host would read the value
 
-
-def spoiler_of(params: Sequence[Tensor], world_size: int, squares: Sequence[Tensor] = ()) -> Spoiler | None:
+def spoiler_of(params: Sequence[Tensor], world_size: int) -> Spoiler | None:
     """Return a guard if one is needed: on a CPU errors are raised in the same backward; one rank has no peers."""
-    return Spoiler(params, squares) if params[0].device.type == "cuda" and world_size > 1 else None
+    return Spoiler(params) if params[0].device.type == "cuda" and world_size > 1 else None
+
+
+def _copy(copy: tuple[Tensor, Tensor] | None) -> None:
+    """Copy what no launch has copied, since no gradient lies on the device of the report."""
+    if copy is not None:
+        copy[1].copy_(copy[0], non_blocking=True)
 
 
 def _tables_of(buffers: Sequence[CommBuffer]) -> list[tuple[SpoilTable, list[int]]]:

@@ -14,7 +14,6 @@ import torch.utils.data.dataloader
 from torch import Tensor
 from torch.autograd import _profiler_enabled as profiler_runs  # type: ignore[attr-defined]
 from torch.distributed.utils import _to_kwargs
-from torch.multiprocessing.reductions import StorageWeakRef
 
 __all__ = [
     "COUNTS_REFERENCES",
@@ -24,7 +23,6 @@ __all__ = [
     "EndOfCompiledBackward",
     "Hooks",
     "OnStream",
-    "TensorMark",
     "are_private",
     "call_last",
     "compiled_backward",
@@ -266,30 +264,6 @@ def owners_and_holders(tensors: Sequence[Tensor], storages: Sequence[int]) -> tu
         storages: `_cdata` of the memory of each, which must be kept alive.
     """
     return list(map(_owners, tensors)), list(map(torch._C._storage_Use_Count, storages))
-
-
-class TensorMark:
-    """Recognises a tensor later, and refers only to the record of its memory, not to the tensor or the memory.
-
-    Torch refuses to swap a tensor that has a weak reference.
-
-    Example:
-        >>> tensor, other = torch.zeros(2), torch.zeros(2)
-        >>> mark = TensorMark(tensor)
-        >>> mark.is_of(tensor), mark.is_of(other), mark.is_of(tensor.view(2))
-        (True, False, False)
-    """
-
-    __slots__ = ("_id", "_storage")
-
-    def __init__(self, tensor: Tensor) -> None:
-        # While it exists, no other memory gets the same record; so another tensor with this id has another one.
-        self._storage = StorageWeakRef(tensor.untyped_storage())
-        self._id = id(tensor)
-
-    def is_of(self, tensor: Tensor) -> bool:
-        """Whether this is the tensor, in the memory that it had."""
-        return id(tensor) == self._id and tensor.untyped_storage()._cdata == self._storage.cdata
 
 
 def is_private(grad: Tensor, storage: torch.UntypedStorage | None = None) -> bool:

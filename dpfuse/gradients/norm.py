@@ -15,7 +15,6 @@ from dpfuse.engine.bucket import GradBucket
 from dpfuse.engine.phase import ABANDONED, IDLE
 from dpfuse.engine.reducer import Reducer
 from dpfuse.errors import DPFuseError
-from dpfuse.gradients.square_sum import MeasuredDelivery, SquareSum
 from dpfuse_kernels import MxTable, PointerTable, multiply, squared_norm
 from dpfuse_kernels.squared_norm import ROW, row_norms
 
@@ -37,8 +36,7 @@ class _Part(NamedTuple):
     """The gradients that one buffer has delivered."""
 
     grads: list[Tensor | None]
-    table: PointerTable | None  # of the buffer; None where it does not hold their numbers as such
-    squares: Tensor | None  # the sum of their squares, [] float64, if it is known
+    table: PointerTable  # of the buffer
 
 
 class Gradients:
@@ -46,7 +44,6 @@ class Gradients:
 
     What was done to `.grad` since backward does not matter: it is read where it is. Only where every gradient of a
     bucket still is its view of the buffer, they are one call on the CPU. A bucket is one launch on a GPU either way.
-    Where the sum of their squares was measured in backward, none is read while it still is theirs.
 
     Args:
         buckets: of some of the parameters; none of them is in flight.
@@ -55,22 +52,15 @@ class Gradients:
 
     def __init__(self, buckets: Sequence[GradBucket], others: Iterable[nn.Parameter]) -> None:
         self._parts: list[_Part] = []
-        self._squares: list[SquareSum] = []
         loose: list[Tensor] = list(others)
         for bucket in buckets:
-            buffer, delivery = bucket.parts.buffer, bucket.parts.delivery
+            buffer = bucket.parts.buffer
             params = buffer.params
-            grads = [param.grad for param in params]
-            squares = None
-            if isinstance(delivery, MeasuredDelivery):
-                self._squares.append(delivery.squares)
-                squares = delivery.squares.of(grads)
             # Pairs of real numbers and eight-bit blocks are no gradients.
-            plain = bool(params) and not buffer.dtype.is_complex and not isinstance(buffer.gradients, MxTable)
-            if not plain and squares is None:
+            if not params or buffer.dtype.is_complex or isinstance(buffer.gradients, MxTable):
                 loose += bucket.params
                 continue
-            self._parts.append(_Part(grads, buffer.gradients if plain else None, squares))
+            self._parts.append(_Part([param.grad for param in params], buffer.gradients))
             if len(params) < len(bucket.params):
                 packed_ids = set(map(id, params))
                 loose += [param for param in bucket.params if id(param) not in packed_ids]
@@ -97,17 +87,12 @@ class Gradients:
     @torch.no_grad()
     def multiply(self, factor: Tensor) -> None:
         """Multiply them by a scalar that only the device may know."""
-        for squares in self._squares:
-            squares.forget()
         loose = self._loose
-        for grads, table, _ in self._parts:
+        for grads, table in self._parts:
             try:
-                if table is not None:
-                    multiply(grads, table, factor.to(table.flat.device))
-                    continue
-            except ValueError:
-                pass  # a gradient is of another dtype by now, or is sparse
-            loose = [*loose, *_present(grads)]
+                multiply(grads, table, factor.to(table.flat.device))
+            except ValueError:  # a gradient is of another dtype by now, or is sparse
+                loose = [*loose, *_present(grads)]
         for group in _grouped(loose):
             torch._foreach_mul_([_stored(grad) for grad in group], factor.to(group[0].device))
 
@@ -116,12 +101,9 @@ class Gradients:
         """The sum of their squares, a scalar in float64 on their device."""
         squares: list[Tensor] = []
         loose = self._loose
-        for grads, table, measured in self._parts:
+        for grads, table in self._parts:
             try:
-                if measured is None:
-                    assert table is not None
-                    measured = squared_norm(grads, table)
-                squares.append(measured)
+                squares.append(squared_norm(grads, table))
             except ValueError:  # a gradient is of another dtype by now, or is sparse
                 loose = [*loose, *_present(grads)]
         for group in _grouped(loose):

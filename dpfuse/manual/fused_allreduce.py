@@ -322,7 +322,7 @@ class _Prepared:
         outcome, unsent = Outcome(), list(self.buckets)
         try:
             try:
-                # Neither kernels nor collectives count as writes, and a wrapper may have measured what is here now.
+                # Neither kernels nor collectives count as writes, and a check may compare versions.
                 increment_version([param.grad for param in self.params if param.grad is not None])
                 failed = self._exchange(unsent, outcome)
             except Exception as error:

@@ -138,16 +138,16 @@ def _check_grad_dtypes(trainable: Mapping[str, nn.Parameter]) -> None:
 def _check_alone(trainable: Mapping[str, nn.Parameter], options: SyncOptions) -> None:
     """Raises ValueError where two wrappers would both reduce a gradient, and one of them spoils what the other does.
 
-    The mean of means is the mean, so those do no harm; a sum over a sum counts every rank twice, what one has taken
-    into its buckets is missing in `.grad` for the other, and what one has measured the other may write.
+    The mean of means is the mean, so those do no harm. A sum over a sum counts every rank twice. What one has taken
+    into its buckets is missing in `.grad` for the other.
     """
     for name, param in trainable.items():
         for other in hooks_on(param):
             if other.alone or options.wants_params_alone:
                 raise ValueError(
                     f"parameter {name!r} belongs to another wrapper that is still alive, and one of the two has "
-                    "gradient_scale, accumulate_in_buckets, fixed_micro_batches or grad_norm_in_backward set; expected "
-                    "one wrapper. Delete the old one first."
+                    "gradient_scale, accumulate_in_buckets or fixed_micro_batches set; expected one wrapper. Delete "
+                    "the old one first."
                 )
 
 

@@ -33,7 +33,6 @@ from dpfuse.gradients.error_feedback import ErrorFeedback
 from dpfuse.gradients.finite import FiniteCheck
 from dpfuse.gradients.loss_scale_and_weight import GradientFactors
 from dpfuse.gradients.norm import GradientReader, refuse_running
-from dpfuse.gradients.square_sum import NormInBackward
 from dpfuse.loop.group_of_one import tell_of_group
 from dpfuse.loop.loop_check import LoopCheck
 from dpfuse.measure.metrics import Metrics
@@ -168,8 +167,6 @@ class ModuleSync:
         if options.common["check_finite"] != "off":
             raises = options.common["check_finite"] == "raise"
             watchers.append(FiniteCheck(raises=raises, late=params[0].is_cuda))
-        if options.common["grad_norm_in_backward"]:
-            watchers.append(NormInBackward())
         watchers += [_AfterDelivery(face.after_delivery)] if face.after_delivery else []
         self.micro_loop: MicroLoop | None = None
         if (count := options.micro_batches) is not None:

@@ -22,7 +22,7 @@ from dpfuse.engine.plan import NO_WISHES, BucketPlan, BucketRule
 from dpfuse.exclusions import refuse
 from dpfuse.model.plan_file import given_plan
 
-__all__ = ["CommonOptions", "SyncOptions", "filled", "takes_common_options"]
+__all__ = ["CommonOptions", "SyncOptions", "filled", "of_earlier_version", "takes_common_options"]
 
 Face = TypeVar("Face", bound=type)
 WIDTH = 112  # columns of a docstring
@@ -198,17 +198,6 @@ class CommonOptions(TypedDict, total=False):
             _flag,
         ),
     ]
-    grad_norm_in_backward: Annotated[
-        bool,
-        Option(
-            False,
-            "True measures, while gradients are delivered, what `grad_norm` and `clip_grad_norm_` need, so that they "
-            "read no gradient again. That is free where gradients are copied to `.grad`, and else done while backward "
-            "runs. They do not notice what is written to `.grad` past torch's count of writes, such as through "
-            "`.data`, by a collective, or by `torch.amp.GradScaler` (use `dpfuse.GradScaler`).",
-            _flag,
-        ),
-    ]
     metrics: Annotated[
         bool | int,
         Option(
@@ -277,6 +266,18 @@ def filled(options: CommonOptions, face: type) -> CommonOptions:
             hint = f"did you mean {close[0]}" if close else f"expected one of {', '.join(known)}"
             raise TypeError(f"{face.__name__}() got an unexpected keyword argument {name!r}; {hint}")
     return cast(CommonOptions, {name: option.default_of(face) for name, option in _DECLARED.items()} | options)
+
+
+def of_earlier_version(options: SyncOptions, face: type) -> SyncOptions:
+    """Return the options of a pickled wrapper, which an earlier version may have written with other options.
+
+    Args:
+        options: as they were pickled.
+        face: the class of the wrapper.
+    """
+    common = dict(options.common)
+    common.pop("grad_norm_in_backward", None)  # it changed no number
+    return replace(options, common=filled(cast(CommonOptions, common), face))
 
 
 def takes_common_options(face: Face) -> Face:
@@ -405,7 +406,7 @@ class SyncOptions:
         """Whether another wrapper of the same parameters would spoil what this one does."""
         common = self.common
         takes = common["accumulate_in_buckets"] or self.micro_batches is not None
-        return self.gradient_scale is not None or takes or common["grad_norm_in_backward"]
+        return self.gradient_scale is not None or takes
 
     @property
     def in_use(self) -> dict[str, str]:

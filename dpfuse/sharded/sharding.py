@@ -18,7 +18,6 @@ from dpfuse.engine.feature import Engine
 from dpfuse.engine.plan import Bucket, BucketPlan
 from dpfuse.engine.protocols import Delivery, Exchange
 from dpfuse.engine.report_layout import Field
-from dpfuse.engine.streams import SideStream
 from dpfuse.errors import DPFuseError
 from dpfuse.model.module_sync import Dividing, ModuleSync
 from dpfuse.sharded.delivery import ShardedDelivery
@@ -86,7 +85,7 @@ class Sharding(Dividing):
         regions = _regions_of(buffer)
         return usual.divided(regions) if isinstance(usual, TreeSum) else PartSum(self._group, regions, self._incoming)
 
-    def delivery(self, order: int, delivery: Delivery, buffer: CommBuffer, side: SideStream | None) -> Delivery:
+    def delivery(self, order: int, delivery: Delivery, buffer: CommBuffer) -> Delivery:
         return ShardedDelivery(buffer, _regions_of(buffer), self._group)
 
     def backward_begins(self, *, sync: bool, announced: bool) -> None:
@@ -170,7 +169,7 @@ class ShardingInBackward(Sharding):
     def exchange(self, order: int, bucket: Bucket, buffer: CommBuffer, usual: Exchange) -> Exchange:
         return SumInBackward(buffer, _regions_of(buffer), self._group, self._incoming, self._in_backward)
 
-    def delivery(self, order: int, delivery: Delivery, buffer: CommBuffer, side: SideStream | None) -> Delivery:
+    def delivery(self, order: int, delivery: Delivery, buffer: CommBuffer) -> Delivery:
         return DeliveryInBackward(buffer, _regions_of(buffer), self._group, self._in_backward)
 
     def backward_begins(self, *, sync: bool, announced: bool) -> None:

@@ -19,14 +19,13 @@ from dpfuse_kernels.flatten import flatten as flatten_triton
 from dpfuse_kernels.multiply import multiply as multiply_triton
 from dpfuse_kernels.multiply import multiply_reference
 from dpfuse_kernels.mx_table import MxTable
-from dpfuse_kernels.options import check_squares
 from dpfuse_kernels.pointer_table import PointerTable
 from dpfuse_kernels.quantize import quantize as quantize_triton
 from dpfuse_kernels.quantize import quantize_reference
 from dpfuse_kernels.spoil import SpoilTable, spoil_reference
 from dpfuse_kernels.spoil import spoil as spoil_triton
 from dpfuse_kernels.squared_norm import squared_norm as squared_norm_triton
-from dpfuse_kernels.squared_norm import squared_norm_reference, squares_of_slots
+from dpfuse_kernels.squared_norm import squared_norm_reference
 from dpfuse_kernels.sum_parts import sum_parts as sum_parts_triton
 from dpfuse_kernels.sum_parts import sum_parts_reference
 from dpfuse_kernels.sum_quantized import sum_quantized as sum_quantized_triton
@@ -122,10 +121,9 @@ def unflatten(
     *,
     scale: float = 1.0,
     accumulate: bool = False,
-    squares: Tensor | None = None,
     matched: bool = False,
 ) -> None:
-    """Copy the slots of `table.flat` to `tensors`, or add them: copy, scale, cast and measure in one pass.
+    """Copy the slots of `table.flat` to `tensors`, or add them: copy, scale and cast in one pass.
 
     Arguments, result and errors are those of `dpfuse_kernels.unflatten.unflatten`. `matched` is that of `flatten`.
 
@@ -139,15 +137,11 @@ def unflatten(
         tensor([10.5000, 11.0000, 11.5000])
     """
     if uses_triton(table):
-        unflatten_triton(table, tensors, scale=scale, accumulate=accumulate, squares=squares)
+        unflatten_triton(table, tensors, scale=scale, accumulate=accumulate)
         return
-    if squares is not None:
-        check_squares(squares, table.flat.device)
     plain = matched and scale == 1.0 and not accumulate and table.dtype == table.flat.dtype
     if not (plain and table.host_plan.unpack_matched(tensors, table)):  # type: ignore[arg-type]
-        unflatten_reference(table, tensors, scale=scale, accumulate=accumulate, squares=squares)
-    elif squares is not None:
-        squares.copy_(squares_of_slots(table))
+        unflatten_reference(table, tensors, scale=scale, accumulate=accumulate)
 
 
 def quantize(
@@ -181,15 +175,8 @@ def quantize(
         )
 
 
-def dequantize(
-    table: MxTable,
-    tensors: Sequence[Tensor | None],
-    *,
-    scale: float = 1.0,
-    squares: Tensor | None = None,
-    matched: bool = False,
-) -> None:
-    """Unpack eight-bit blocks into `tensors`: decode, scale, cast and measure in one pass.
+def dequantize(table: MxTable, tensors: Sequence[Tensor | None], *, scale: float = 1.0, matched: bool = False) -> None:
+    """Unpack eight-bit blocks into `tensors`: decode, scale and cast in one pass.
 
     Arguments, result and errors are those of `dpfuse_kernels.dequantize.dequantize`. `matched` is that of `flatten`.
 
@@ -205,9 +192,9 @@ def dequantize(
         [448.0, -0.25, 0.5]
     """
     if uses_triton(table):
-        dequantize_triton(table, tensors, scale=scale, squares=squares)
+        dequantize_triton(table, tensors, scale=scale)
     else:
-        dequantize_reference(table, tensors, scale=scale, squares=squares, matched=matched)
+        dequantize_reference(table, tensors, scale=scale, matched=matched)
 
 
 def sum_quantized(parts: Tensor, out: Tensor, format: torch.dtype, residual: Tensor | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Unpacks eight-bit blocks into tensors: decode, scale, cast, measure in one pass. Knows no bucket, no collective."""
+"""Unpacks eight-bit blocks into tensors: decode, scale and cast in one pass. Knows no bucket and no collective."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from dpfuse_kernels.checks import check_all
 from dpfuse_kernels.mx import mx_decode
 from dpfuse_kernels.mx_block import _decode, _element_ptr, _scale_ptr
 from dpfuse_kernels.mx_table import MxTable
-from dpfuse_kernels.options import check_squares
-from dpfuse_kernels.squared_norm import chunk_sums, squares_of_slots
 from dpfuse_kernels.unflatten import unflatten_reference
 
 if TYPE_CHECKING:
@@ -28,19 +26,17 @@ def _dequantize_kernel(
     chunk_ptr: tl.tensor,  # [programs, 4] int64: tensor, first element, elements, offset in elements of flat
     scale_bits: tl.int64,
     first_program: tl.int64,
-    sums_address: tl.int64,  # [programs] float32, where SQUARES
     TENSOR: tl.constexpr,
     WIRE: tl.constexpr,
     COMPUTE: tl.constexpr,
     SCALED: tl.constexpr,
     E4M3: tl.constexpr,
-    SQUARES: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> None:
     """Decode one chunk in program p: whole blocks to `length` elements of tensor `tensor`, from `start` on.
 
     Example: numel 3, E4M3, a slot at 32; bytes 32 to 34 of flat are 126, 168, 48, byte 513 is 128. With scale 0.5 the
-    tensor becomes [448, -0.25, 0.5], and with SQUARES the program's sum 200704.3125.
+    tensor becomes [448, -0.25, 0.5].
     """
     # Every address is computed in 64 bits: a layout may exceed 2**31 elements.
     program = first_program + tl.program_id(0).to(tl.int64)
@@ -51,9 +47,6 @@ def _dequantize_kernel(
     block = tl.arange(0, CHUNK // 32)[:, None]
     lane = block * 32 + tl.arange(0, 32)[None, :]
     there = (tl.load(row_ptr + 3) >> 5) + block.to(tl.int64)
-    if SQUARES:
-        # Each program stores its own sum: no sum depends on the order of programs.
-        sum_ptr = sums_address.to(tl.int64).to(tl.pointer_type(tl.float32)) + program
     if address != 0:
         element = tl.load(_element_ptr(flat_address, there), mask=block * 32 < length, other=0)
         unit = tl.load(_scale_ptr(flat_address, there), mask=block * 32 < length, other=0)
@@ -68,16 +61,9 @@ def _dequantize_kernel(
             tl.store(target_ptr + lane, value, mask=lane < length // 8 * 8)
         else:
             tl.store(target.to(tl.pointer_type(TENSOR)) + lane, value, mask=lane < length)
-        if SQUARES:
-            written = tl.where(lane < length, value.to(tl.float32), 0.0)
-            tl.store(sum_ptr, tl.sum(written * written))
-    elif SQUARES:
-        tl.store(sum_ptr, 0.0)
 
 
-def dequantize(
-    table: MxTable, tensors: Sequence[Tensor | None], *, scale: float = 1.0, squares: Tensor | None = None
-) -> None:
+def dequantize(table: MxTable, tensors: Sequence[Tensor | None], *, scale: float = 1.0) -> None:
     """Unpack blocks of eight-bit floats to `tensors` with one kernel launch on the current stream.
 
     Each tensor becomes the values of its slot times `scale`, computed in float32 and rounded once to `table.dtype`.
@@ -89,11 +75,9 @@ def dequantize(
             other. Keep a reference to all of them until the work that may reuse their memory is ordered behind this
             launch.
         scale: the factor.
-        squares: as for `unflatten`. It becomes the sum of the squares of what the tensors now hold.
 
     Raises:
-        ValueError: A tensor is wrong, as for `unflatten`, or `squares` does not fit. The text names the slot, and
-            nothing was written.
+        ValueError: A tensor is wrong, as for `unflatten`. The text names the slot, and nothing was written.
 
     Example:
         >>> from dpfuse_kernels import MxTable, Slot, dequantize, mx_bytes
@@ -105,28 +89,16 @@ def dequantize(
         >>> tensor.tolist()
         [448.0, -0.25, 0.5]
     """
-    if squares is not None:
-        check_squares(squares, table.flat.device)
     tensors = list(tensors)
     entries = check_all(tensors, table, written=True)
     entries.make_dense(table.slots, read=False)
-    sums = None if squares is None else chunk_sums(table)
-    table.launcher.launch(
-        _dequantize_kernel, entries.addresses, scale=scale, extras=(sums,), E4M3=table.e4m3, SQUARES=sums is not None
-    )
+    table.launcher.launch(_dequantize_kernel, entries.addresses, scale=scale, E4M3=table.e4m3)
     entries.write_back()
-    if sums is not None:
-        torch.sum(sums, 0, dtype=torch.float64, out=squares)
 
 
 @torch.no_grad()
 def dequantize_reference(
-    table: MxTable,
-    tensors: Sequence[Tensor | None],
-    *,
-    scale: float = 1.0,
-    squares: Tensor | None = None,
-    matched: bool = False,
+    table: MxTable, tensors: Sequence[Tensor | None], *, scale: float = 1.0, matched: bool = False
 ) -> None:
     """Unpack with torch's own operations, on any device. The result equals that of `dequantize`.
 
@@ -134,11 +106,10 @@ def dequantize_reference(
         table: the layout.
         tensors: as for `dequantize`; any strides without overlap.
         scale: the factor.
-        squares: as for `dequantize`.
         matched: promise of the caller that `tensors` is a list of tensors with the shapes and device of their slots.
 
     Raises:
-        ValueError: A tensor is wrong, and the text names its slot, or `squares` does not fit.
+        ValueError: A tensor is wrong, and the text names its slot.
 
     Example:
         >>> from dpfuse_kernels import MxTable, Slot, mx_bytes
@@ -150,13 +121,9 @@ def dequantize_reference(
         >>> tensor.tolist()
         [448.0, -0.25, 0.5]
     """
-    if squares is not None:
-        check_squares(squares, table.flat.device)
     stage = table.stage
     with stage.gaps_kept():
         mx_decode(table.flat, table.format.dtype, stage.flat)
     plain = matched and scale == 1.0 and stage.dtype == stage.flat.dtype
     if not (plain and stage.host_plan.unpack_matched(tensors, stage)):  # type: ignore[arg-type]
-        unflatten_reference(stage, tensors, scale=scale, squares=squares)
-    elif squares is not None:
-        squares.copy_(squares_of_slots(stage))
+        unflatten_reference(stage, tensors, scale=scale)

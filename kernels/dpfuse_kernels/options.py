@@ -1,11 +1,11 @@
-"""Checks the optional arguments of packing and unpacking: factor, residual and squares. Knows no layout."""
+"""Checks the optional arguments of packing: factor and residual. Knows no layout."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-__all__ = ["check_factor", "check_residual", "check_squares"]
+__all__ = ["check_factor", "check_residual"]
 
 
 def check_factor(factor: Tensor, device: torch.device) -> None:
@@ -34,15 +34,6 @@ def check_residual(residual: Tensor, numel: int, device: torch.device, *, of: to
         raise ValueError(
             f"residual lies at address {residual.data_ptr():#x}, expected a multiple of 16: kernels move 128 bits "
             "at a time. Pass a whole tensor, or a slice that starts at a multiple of 4 elements."
-        )
-
-
-def check_squares(squares: Tensor, device: torch.device) -> None:
-    """Raise ValueError unless `squares` is a float64 scalar on `device`."""
-    if squares.dim() or squares.dtype != torch.float64 or squares.device != device:
-        raise ValueError(
-            f"squares is {_described(squares)}, expected torch.float64 of shape () on {device}: the sum is written "
-            f"there. Make it with torch.zeros((), dtype=torch.float64, device='{device}')."
         )
 
 

@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from dpfuse_kernels.checks import check_all, check_cheaply
-from dpfuse_kernels.entries import Entries
 from dpfuse_kernels.pointer_table import PointerTable
 
 if TYPE_CHECKING:
     import triton.language as tl  # at run time `launcher.jit` imports it, before the first launch
 
-__all__ = ["chunk_sums", "row_norms", "squared_norm", "squared_norm_reference", "squares_of", "squares_of_slots"]
+__all__ = ["row_norms", "squared_norm", "squared_norm_reference"]
 
 # Elements that are added up in one float32 sum. A single sum over 6.5 million normal numbers gave a norm with an error
 # of 2e-4. Sums over rows of 512 gave an error of 2e-8 in the same time.
@@ -63,7 +62,7 @@ def _squared_norm_kernel(
         value = tl.load(source_ptr + lane, mask=lane < length // 8 * 8, other=0.0).to(SUM)
         squares = tl.sum(value * value)
     else:
-        # One element at a time, in the same parts of the chunk as in `_unflatten_kernel`.
+        # One element at a time, in parts of the chunk: a thread then needs no more registers than above.
         PART: tl.constexpr = CHUNK if CHUNK < 1024 else CHUNK // 4
         first = 0
         while first < length:
@@ -99,15 +98,10 @@ def squared_norm(tensors: Sequence[Tensor | None], table: PointerTable) -> Tenso
     tensors = list(tensors)
     entries = check_all(tensors, table)
     entries.make_dense(table.slots, read=True)
-    sums = chunk_sums(table)
+    kind = torch.float64 if table.dtype == torch.float64 else torch.float32  # in which squares are added up
+    sums = torch.empty(table.launcher.programs, dtype=kind, device=table.flat.device)
     table.launcher.launch(_squared_norm_kernel, entries.addresses, extras=(sums,))
     return sums.sum(dtype=torch.float64)
-
-
-def chunk_sums(table: PointerTable) -> Tensor:
-    """Return an uninitialised tensor [programs] for the sums of the chunks' squares, in the dtype of the additions."""
-    kind = torch.float64 if table.dtype == torch.float64 else torch.float32
-    return torch.empty(table.launcher.programs, dtype=kind, device=table.flat.device)
 
 
 @torch.no_grad()
@@ -134,35 +128,19 @@ def squared_norm_reference(tensors: Sequence[Tensor | None], table: PointerTable
         tensor(55.0000, dtype=torch.float64)
     """
     tensors = list(tensors)
-    return squares_of(tensors, table, check_cheaply(tensors, table))
-
-
-def squares_of(
-    tensors: list[Tensor | None], table: PointerTable, entries: Entries, *, in_slots: bool = False
-) -> Tensor:
-    """Return the result of `squared_norm_reference` for tensors that passed `check_cheaply`.
-
-    Args:
-        tensors: one per slot, or None.
-        table: the layout.
-        entries: the result of the check.
-        in_slots: the slots hold the same values, in the dtype of the buffer.
-
-    Returns:
-        A scalar in float64.
-    """
+    entries = check_cheaply(tensors, table)
     held = len(tensors) - len(entries.missing)
     if not held:
         return torch.zeros((), dtype=torch.float64, device=table.flat.device)
-    if in_slots or entries.own is None or len(entries.own) == held:
+    if entries.own is None or len(entries.own) == held:
         if not entries.missing:
-            return squares_of_slots(table)
+            return _squares_of_slots(table)
         if entries.missing[0] == held and table.ascending:
-            return squares_of_slots(table, held)
+            return _squares_of_slots(table, held)
     return row_norms([tensor for tensor in tensors if tensor is not None]).square().sum()
 
 
-def squares_of_slots(table: PointerTable, count: int | None = None) -> Tensor:
+def _squares_of_slots(table: PointerTable, count: int | None = None) -> Tensor:
     """Return the sum of the squares of what slots hold, read in one operation, in the precision of `table.dtype`.
 
     Args:

@@ -1,4 +1,4 @@
-"""Unpacks a flat buffer into tensors: copy or add, scale, cast, measure in one pass. Knows no bucket, no collective."""
+"""Unpacks a flat buffer into tensors: copy or add, scale and cast in one pass. Knows no bucket and no collective."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 from dpfuse_kernels.checks import check_all, check_cheaply, diagnose
-from dpfuse_kernels.options import check_squares
 from dpfuse_kernels.pointer_table import PointerTable
 from dpfuse_kernels.repeat import launch_again
-from dpfuse_kernels.squared_norm import chunk_sums, squared_norm, squares_of
 
 if TYPE_CHECKING:
     import triton.language as tl  # at run time `launcher.jit` imports it, before the first launch
@@ -26,20 +24,17 @@ def _unflatten_kernel(
     chunk_ptr: tl.tensor,  # [programs, 4] int64: tensor, first element, elements, offset in flat
     scale_bits: tl.int64,
     first_program: tl.int64,
-    sums_address: tl.int64,  # [programs] float32, float64 where the tensors are; where SQUARES
     TENSOR: tl.constexpr,
     WIRE: tl.constexpr,
     COMPUTE: tl.constexpr,
     SCALED: tl.constexpr,
     ACCUMULATE: tl.constexpr,
-    SQUARES: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> None:
     """Copy one chunk in program p: flat[offset:] to `length` elements of tensor `tensor`, from `start` on.
 
     Example: numels [3, 2], CHUNK 2, slots at 0 and 4 give chunks (0, 0, 2, 0), (0, 2, 1, 2), (1, 0, 2, 4).
     flat [1, 2, 3, 9, 4, 5], scale 0.5, ACCUMULATE into tensors full of 10: [10.5, 11, 11.5] and [12, 12.5].
-    SQUARES are sums over what the tensors now hold, one per program: [231.25, 132.25, 300.25].
     """
     # Every address is computed in 64 bits: a layout may exceed 2**31 elements.
     program = first_program + tl.program_id(0).to(tl.int64)
@@ -50,9 +45,6 @@ def _unflatten_kernel(
     source = flat_address + tl.load(row_ptr + 3) * (WIRE.primitive_bitwidth // 8)
     # The factor arrives as the bits of a double: float64 uses it exactly, float32 uses it rounded.
     scale = scale_bits.to(tl.float64, bitcast=True).to(COMPUTE)
-    # Each program stores its own sum, as `_squared_norm_kernel` does: no sum depends on the order of programs.
-    SUM: tl.constexpr = tl.float64 if TENSOR.is_fp64() else tl.float32
-    squares = tl.full([], 0, SUM)
     # With a known alignment, and a mask that keeps groups of eight elements whole: 128-bit loads and stores.
     aligned = (length % 8 == 0) & (source % 16 == 0)
     lane = tl.arange(0, CHUNK)
@@ -68,9 +60,7 @@ def _unflatten_kernel(
         pass
     elif aligned & (target % 16 == 0):
         target_ptr = tl.multiple_of(target.to(tl.pointer_type(TENSOR)), 16)
-        written = _write(value, target_ptr + lane, whole, scale, COMPUTE, SCALED, ACCUMULATE)
-        if SQUARES:
-            squares = tl.sum(written * written)
+        _write(value, target_ptr + lane, whole, scale, COMPUTE, SCALED, ACCUMULATE)
     else:
         # One element at a time, in parts of the chunk: a thread then needs no more registers than above.
         PART: tl.constexpr = CHUNK if CHUNK < 1024 else CHUNK // 4
@@ -79,12 +69,8 @@ def _unflatten_kernel(
             place = first + tl.arange(0, PART)
             single = tl.load(source.to(tl.pointer_type(WIRE)) + place, mask=place < length)
             single_ptr = target.to(tl.pointer_type(TENSOR)) + place
-            written = _write(single, single_ptr, place < length, scale, COMPUTE, SCALED, ACCUMULATE)
-            if SQUARES:
-                squares += tl.sum(written * written)
+            _write(single, single_ptr, place < length, scale, COMPUTE, SCALED, ACCUMULATE)
             first += PART
-    if SQUARES:
-        tl.store(sums_address.to(tl.int64).to(tl.pointer_type(SUM)) + program, squares)
 
 
 def _write(
@@ -95,8 +81,8 @@ def _write(
     COMPUTE: tl.constexpr,
     SCALED: tl.constexpr,
     ACCUMULATE: tl.constexpr,
-) -> tl.tensor:
-    """Compute and write a part of a chunk. Return what was written, as numbers to be squared; 0 outside the mask."""
+) -> None:
+    """Compute and write a part of a chunk."""
     TENSOR: tl.constexpr = target_ptr.dtype.element_ty
     # 16-bit numbers are added in float32 and rounded, as torch's add_ does.
     SUM: tl.constexpr = tl.float64 if TENSOR.is_fp64() else tl.float32
@@ -109,16 +95,10 @@ def _write(
     if ACCUMULATE:
         value = (tl.load(target_ptr, mask=mask).to(SUM) + value.to(SUM)).to(TENSOR)
     tl.store(target_ptr, value, mask=mask)
-    return tl.where(mask, value.to(SUM), 0.0)
 
 
 def unflatten(
-    table: PointerTable,
-    tensors: Sequence[Tensor | None],
-    *,
-    scale: float = 1.0,
-    accumulate: bool = False,
-    squares: Tensor | None = None,
+    table: PointerTable, tensors: Sequence[Tensor | None], *, scale: float = 1.0, accumulate: bool = False
 ) -> None:
     """Copy the slots of `table.flat` to `tensors` with one kernel launch on the current stream.
 
@@ -133,59 +113,36 @@ def unflatten(
             their memory is ordered behind this launch.
         scale: the factor.
         accumulate: add the rounded product to what the tensor holds, instead of overwriting it.
-        squares: [] float64 on the device of `flat`. It becomes the sum of the squares of what the tensors now hold,
-            computed in the same launch. The sum equals that of `squared_norm` if the buffer has the dtype of the
-            tensors; else a GPU adds up in another order.
 
     Raises:
         ValueError: A tensor is wrong: count, shape, dtype, device, sparse, expanded, or memory that overlaps `flat`
-            without being the slot. Or it moved while a CUDA graph is captured, or `squares` does not fit. The text
-            names the slot, and nothing was written.
+            without being the slot. Or it moved while a CUDA graph is captured. The text names the slot, and nothing
+            was written.
 
     Example:
         >>> from dpfuse_kernels import PointerTable, Slot, unflatten
         >>> table = PointerTable(torch.tensor([1.0, 2.0, 3.0]), [Slot("a", 0, (3,), (1,))], torch.float32)
         >>> gradient = torch.full((3,), 10.0)
-        >>> squares = torch.zeros((), dtype=torch.float64)
-        >>> unflatten(table, [gradient], scale=0.5, accumulate=True, squares=squares)
-        >>> gradient, squares
-        (tensor([10.5000, 11.0000, 11.5000]), tensor(363.5000, dtype=torch.float64))
+        >>> unflatten(table, [gradient], scale=0.5, accumulate=True)
+        >>> gradient
+        tensor([10.5000, 11.0000, 11.5000])
     """
-    if squares is not None:
-        check_squares(squares, table.flat.device)
     if type(tensors) is not list:
         tensors = list(tensors)
-    if squares is None and not accumulate and launch_again(_unflatten_kernel, tensors, table, scale):
+    if not accumulate and launch_again(_unflatten_kernel, tensors, table, scale):
         return
     entries = check_all(tensors, table, written=True)
     if entries.own is None and scale == 1.0 and not accumulate:
-        if squares is not None:
-            squares.copy_(squared_norm(tensors, table))
         return
     entries.make_dense(table.slots, read=accumulate)
     # Freed after the launch. Work that reuses this memory is ordered behind it, on the same stream.
-    sums = None if squares is None else chunk_sums(table)
-    table.launcher.launch(
-        _unflatten_kernel,
-        entries.addresses,
-        scale=scale,
-        extras=(sums,),
-        ACCUMULATE=accumulate,
-        SQUARES=sums is not None,
-    )
+    table.launcher.launch(_unflatten_kernel, entries.addresses, scale=scale, ACCUMULATE=accumulate)
     entries.write_back()
-    if sums is not None:
-        torch.sum(sums, 0, dtype=torch.float64, out=squares)
 
 
 @torch.no_grad()
 def unflatten_reference(
-    table: PointerTable,
-    tensors: Sequence[Tensor | None],
-    *,
-    scale: float = 1.0,
-    accumulate: bool = False,
-    squares: Tensor | None = None,
+    table: PointerTable, tensors: Sequence[Tensor | None], *, scale: float = 1.0, accumulate: bool = False
 ) -> None:
     """Unpack with torch's own operations, on any device. The result equals that of `unflatten`.
 
@@ -194,10 +151,9 @@ def unflatten_reference(
         tensors: as for `unflatten`; any strides without overlap.
         scale: the factor.
         accumulate: add instead of overwriting.
-        squares: as for `unflatten`. If nothing is rounded or added, it is the sum over what the buffer holds.
 
     Raises:
-        ValueError: A tensor is wrong, and the text names its slot, or `squares` does not fit.
+        ValueError: A tensor is wrong, and the text names its slot.
 
     Example:
         >>> from dpfuse_kernels import PointerTable, Slot
@@ -208,8 +164,6 @@ def unflatten_reference(
         >>> tensors
         [tensor([10.5000, 11.0000, 11.5000]), tensor([12.0000, 12.5000])]
     """
-    if squares is not None:
-        check_squares(squares, table.flat.device)
     tensors = list(tensors)
     entries = check_cheaply(tensors, table, written=True)
     try:
@@ -217,6 +171,3 @@ def unflatten_reference(
     except RuntimeError:
         diagnose(tensors, table, written=True)
         raise
-    if squares is not None:
-        exact = scale == 1.0 and not accumulate and torch.promote_types(table.flat.dtype, table.dtype) == table.dtype
-        squares.copy_(squares_of(tensors, table, entries, in_slots=exact))

@@ -15,7 +15,7 @@ from bench.__main__ import main
 from bench.baselines import wire_wrappers
 from bench.equality import prove_gradients
 from bench.goals import Entry, judge
-from bench.kernel_time import LAUNCHES, MEASURES, SHAPES, label, time_launches, time_measures, time_shapes
+from bench.kernel_time import LAUNCHES, SHAPES, label, time_launches, time_shapes
 from bench.pack_time import CEILING
 from bench.update_time import FUSED, UPDATES, time_updates
 from dpfuse_kernels import launcher
@@ -57,22 +57,6 @@ def test_both_ways_of_launching_are_counted(interpreter):
     assert {name: (result["launches"], result["bound"]) for name, result in found.items()} == {
         "bound": (15, 0),
         "kernel[grid]": (15, 0),
-    }
-
-
-def test_the_unpack_that_measures_is_timed_beside_two_that_find_the_same(interpreter):
-    found = time_measures([(300, 31), (64,)], torch.float32, torch.float32, "cpu", rounds=2)
-    assert list(found) == list(MEASURES)
-    none, fused, apart = (found[name]["squares"] for name in MEASURES)
-    assert none == 0.0
-    assert fused == apart > 0.0
-    outcomes = judge(
-        Entry("kernels", "measure", name, time, time, 0.0, 9, {})
-        for name, time in zip(MEASURES, (2.0, 3.0, 4.0), strict=True)
-    )
-    assert {outcome.what: outcome.value for outcome in outcomes} == {
-        "time, unflatten with squares / unflatten": 1.5,
-        "time, unflatten with squares / unflatten, then squared_norm": 0.75,
     }
 
 

@@ -14,7 +14,6 @@ OPTIONS: CommonOptions = {
     "metrics": True,
     "check_finite": "raise",
     "check_training": "raise",
-    "grad_norm_in_backward": True,
 }
 
 

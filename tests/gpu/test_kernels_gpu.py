@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dpfuse_kernels import PointerTable, Slot, SpoilTable, adamw_step, flatten, squared_norm, sum_parts, unflatten
+from dpfuse_kernels import PointerTable, Slot, SpoilTable, adamw_step, flatten, sum_parts, unflatten
 from dpfuse_kernels.adamw import GRADS, NARROW, adamw_step_reference
 from dpfuse_kernels.flatten import flatten_reference
 from dpfuse_kernels.spoil import spoil
@@ -66,48 +66,6 @@ def test_none_own_strided_and_misaligned_mix_and_agree_with_the_reference() -> N
             unpack(left.table, targets, scale=0.7, accumulate=accumulate)
             results.append(targets)
         assert all(same_bits(a, b) for a, b in zip(*results, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("dtype", "wire", "scale", "accumulate"),
-    [(*pair, 1.0, False) for pair in PAIRS] + [(dtype, dtype, 1 / 3, True) for dtype in DTYPES],
-)
-def test_unpacking_that_measures_writes_the_same_and_is_squared_norm(
-    dtype: torch.dtype, wire: torch.dtype, scale: float, accumulate: bool
-) -> None:
-    values = randoms(dtype)
-    table = guarded(values, dtype, wire, gap=3).table
-    flatten(values, table)
-    results = []
-    squares = torch.zeros((), dtype=torch.float64, device="cuda")
-    for given in (None, squares):
-        targets: list[Tensor | None] = [torch.ones_like(value) for value in values]
-        targets[2] = None
-        unflatten(table, targets, scale=scale, accumulate=accumulate, squares=given)
-        results.append([target for target in targets if target is not None])
-    assert all(same_bits(one, other) for one, other in zip(*results, strict=True))
-    norm = squared_norm(targets, table)
-    if dtype == wire:
-        assert same_bits(squares, norm)
-    # From a buffer of another dtype, the threads add up other elements each.
-    assert squares.item() == pytest.approx(norm.item(), rel=1e-7)
-    exact = sum(target.double().square().sum().item() for target in results[1])
-    assert squares.item() == pytest.approx(exact, rel=1e-12 if dtype == torch.float64 else 1e-6)
-
-
-def test_a_captured_unpack_measures_anew_at_each_replay() -> None:
-    values = randoms(torch.float32, (5000, 7))
-    table = guarded(values, torch.float32, torch.float32).table
-    targets = [torch.empty_like(value) for value in values]
-    squares = torch.zeros((), dtype=torch.float64, device="cuda")
-    unflatten(table, targets, scale=0.5, squares=squares)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        unflatten(table, targets, scale=0.5, squares=squares)
-    for number in (2.0, 4.0):
-        table.flat.fill_(number)
-        graph.replay()
-        assert squares.item() == 5007 * (number / 2) ** 2
 
 
 def test_there_and_back_keeps_every_bit() -> None:

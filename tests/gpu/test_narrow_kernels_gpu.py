@@ -89,24 +89,6 @@ def test_tensors_become_the_bytes_that_they_are_on_the_cpu(
 
 
 @every_format
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_blocks_are_measured_as_they_are_unpacked(dtype: torch.dtype, format: torch.dtype) -> None:
-    scale, values = 1 / 3, randoms(dtype)
-    table, _ = table_of(values, dtype, format, gap=1)
-    quantize(values, table)
-    squares = torch.zeros((), dtype=torch.float64, device="cuda")
-    plain, measured = ([torch.empty_like(value) for value in values] for _ in range(2))
-    dequantize(table, plain, scale=scale)
-    dequantize(table, measured, scale=scale, squares=squares)
-    assert all(same_bits(one, other) for one, other in zip(plain, measured, strict=True))
-    exact = sum(tensor.double().square().sum().item() for tensor in plain)
-    assert squares.item() == pytest.approx(exact, rel=1e-6)
-    first = squares.item()
-    dequantize(table, measured, scale=scale, squares=squares)
-    assert squares.item() == first
-
-
-@every_format
 @pytest.mark.parametrize("name", block_lists())
 def test_blocks_of_all_kinds_are_what_they_are_on_the_cpu(name: str, format: torch.dtype) -> None:
     """The ends of float32 too: nothing here flushes a subnormal number to zero."""

@@ -37,8 +37,7 @@ NVIDIA = (80, 90, 100)
 AMD = ("gfx942",)
 FLATTENS = ("flatten count", "flatten factor residual", "flatten factor accumulate")
 MOVERS = ("flatten", "unflatten", "unflatten accumulate")
-MEASURING = ("unflatten squares", "unflatten accumulate squares")
-KERNELS = (*MOVERS, *FLATTENS, *MEASURING, "squared_norm", "multiply")
+KERNELS = (*MOVERS, *FLATTENS, "squared_norm", "multiply")
 SUM_TYPES = {"float32": "float32", "bfloat16": "float32", "float16": "float32", "float64": "float64"}  # added up in
 ADAMW_KERNELS = ("adamw decoupled", "adamw coupled factor maximize")
 ADAMW_PAIRS = [  # of the parameter, which has a float32 master where it is narrow, and of the gradient
@@ -52,7 +51,6 @@ MX_KERNELS = (
     "quantize",
     "quantize count factor residual",
     "dequantize",
-    "dequantize squares",
     "sum_quantized residual",
 )
 MX_TYPES = [("float32", "e4m3"), ("bfloat16", "e5m2")]
@@ -63,8 +61,6 @@ def fits(kernel: str, dtype: str, wire: str) -> bool:
     """Is there such a kernel, and is it compiled here? What reads or writes tensors only knows no dtype of a buffer."""
     if kernel.startswith("flatten factor"):
         return (dtype, wire) in (*MEASURED_PAIRS, ("float16", "float16"))
-    if kernel in MEASURING:
-        return (dtype, wire) in (*MEASURED_PAIRS, ("float64", "float64"))
     return dtype == wire or kernel in (*MOVERS, *FLATTENS)
 
 
@@ -97,7 +93,7 @@ def compile_one(
         "multiply": _multiply_kernel,
     }
     kinds = functions[name].__annotations__
-    options = ("COUNT", "FACTOR", "RESIDUAL", "ACCUMULATE", "SQUARES")
+    options = ("COUNT", "FACTOR", "RESIDUAL", "ACCUMULATE")
     constants |= {option: option.lower() in given for option in options if option in kinds}
     constants["CHUNK"] = chunk
     own = {argument: "i64" for argument in kinds if argument.endswith("_address")}
@@ -179,7 +175,7 @@ def compile_mx(kernel: str, architecture: int | str, dtype: str, format: str) ->
     kinds = functions[name].__annotations__
     types = {"TENSOR": getattr(tl, dtype), "WIRE": tl.uint8, "COMPUTE": tl.float32}
     options = {"SCALED": True, "E4M3": format == "e4m3", "CHUNK": DEFAULT.chunk}
-    options |= {option: option.lower() in given for option in ("COUNT", "FACTOR", "RESIDUAL", "SQUARES")}
+    options |= {option: option.lower() in given for option in ("COUNT", "FACTOR", "RESIDUAL")}
     constants = {key: (types | options)[key] for key, kind in kinds.items() if kind == "tl.constexpr"}
     arguments = {key: ARGUMENTS.get(key, "i64") for key in kinds if key not in constants and key != "return"}
     row = {"kernel": kernel, "dtype": dtype, "wire": format}

@@ -109,7 +109,6 @@ def every_kernel() -> dict[str, Any]:
         flatten([tensor], table)
         unflatten(table, [tensor], scale=0.5)
         unflatten(table, [tensor], scale=0.5, accumulate=True)
-        unflatten(table, [tensor], scale=0.5, squares=torch.zeros((), dtype=torch.float64))
         flatten([tensor], table, scale=0.5, counts=torch.zeros(1, dtype=torch.int32))
         flatten([tensor], table, factor=torch.tensor(0.5), residual=torch.zeros(9000))
         squared_norm([tensor], table)

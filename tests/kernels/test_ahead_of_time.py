@@ -22,7 +22,6 @@ from tests.kernels.compile_kernels import (
     FLATTENS,
     KERNELS,
     MEASURED_PAIRS,
-    MEASURING,
     MOVERS,
     NVIDIA,
     PAIRS,
@@ -105,7 +104,7 @@ def targets(*architectures: int | str) -> pytest.MarkDecorator:
 
 every_copy = pytest.mark.parametrize(
     ("kernel", "dtype", "wire"),
-    [(kernel, *pair) for kernel in (*MOVERS, *FLATTENS, *MEASURING) for pair in PAIRS if fits(kernel, *pair)],
+    [(kernel, *pair) for kernel in (*MOVERS, *FLATTENS) for pair in PAIRS if fits(kernel, *pair)],
 )
 every_mover = pytest.mark.parametrize("kernel", [*MOVERS, "flatten count"])
 every_compilation = pytest.mark.parametrize(
@@ -178,18 +177,6 @@ def test_what_only_measures_or_scales_moves_128_bits_at_a_time(
     else:
         assert len(re.findall(WIDE_AMD.format("load"), assembly)) >= max(1, accesses(row, dtype))
         assert len(re.findall(WIDE_AMD.format("store"), assembly)) >= (kernel == "multiply")
-
-
-@every_architecture
-@pytest.mark.parametrize(
-    ("kernel", "dtype", "wire"), [(kernel, *pair) for kernel in MEASURING for pair in PAIRS if fits(kernel, *pair)]
-)
-def test_squares_are_added_up_in_the_order_of_squared_norm(
-    compiled: Compiled, kernel: str, architecture: int | str, dtype: str, wire: str
-) -> None:
-    found = compiled[kernel, architecture, dtype, wire]["reductions"]
-    assert found == compiled["squared_norm", architecture, dtype, dtype]["reductions"]
-    assert len(found) == 2, "one on each path"
 
 
 @every_nvidia

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -117,6 +118,39 @@ def test_what_is_in_the_buffer_and_nobodys_does_not_count(norm: Norm) -> None:
     for view in table.views:
         view.fill_(1.0)
     assert norm(table.views, table).item() == pytest.approx(8.0, rel=1e-6)
+
+
+def filled(numels: tuple[int, ...]) -> tuple[list[Tensor], PointerTable]:
+    """Random numbers, and a table whose slots hold them, poisoned between them."""
+    values = randoms(torch.float32, numels)
+    table = guarded(values, torch.float32, torch.float32).table
+    for view, value in zip(table.views, values, strict=True):
+        view.copy_(value)
+    return values, table
+
+
+@pytest.mark.parametrize("missing", [0, 1, 3])
+def test_slots_whose_last_ones_are_missing_are_read_in_one_call(monkeypatch: pytest.MonkeyPatch, missing: int) -> None:
+    module = sys.modules["dpfuse_kernels.squared_norm"]  # the package has a function of that name
+    asked: list[list[int]] = []
+    norms = module.row_norms
+
+    def recorded(tensors: list[Tensor], *arguments: Any) -> Tensor:
+        asked.append([tensor.numel() for tensor in tensors])
+        return norms(tensors, *arguments)
+
+    monkeypatch.setattr(module, "row_norms", recorded)
+    values, table = filled((5, 16, 3, 8))
+    held = 4 - missing
+    got = squared_norm_reference([*table.views[:held], *[None] * missing], table)
+    assert got.item() == pytest.approx(exact(values[:held]), rel=1e-6)
+    assert asked == [[{0: 40, 1: 27, 3: 5}[missing]]]
+    assert table.flat.isnan().any(), "what lies between the slots is what it was"
+    # Slots of another order, or with a gap in their row, are read one by one.
+    reverse = PointerTable(torch.ones(8), [slot_of("a", 4, torch.ones(4)), slot_of("b", 0, torch.ones(4))], table.dtype)
+    assert squared_norm_reference([reverse.views[0], None], reverse).item() == pytest.approx(4)
+    assert squared_norm_reference([None, *table.views[1:]], table).item() == pytest.approx(exact(values[1:]), rel=1e-6)
+    assert asked[1:] == [[4], [16, 3, 8]]
 
 
 @every_norm

@@ -78,8 +78,6 @@ EXPECTED = {
     "sharded, fixed micro-batches": SHARDED._replace(launches=3),
     "check_finite": CHECKED,
     "check_finite raises": CHECKED,
-    "norm in backward": PRIVATE,
-    "clip by the norm in backward": Calls(launches=4),
     "clip": Calls(launches=4),
     "metrics": PRIVATE,
     "no_sync, in buckets": Calls(launches=4),

@@ -217,7 +217,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "float8 wire": {"wire_dtype": torch.float8_e4m3fn},
     "deterministic": {"deterministic": True},
     "check_finite": {"check_finite": "warn"},
-    "norm in backward": {"grad_norm_in_backward": True},
     "accumulate in buckets": {"accumulate_in_buckets": True},
     "unused parameters": {"find_unused_parameters": True},
     "metrics": {"metrics": 1},
@@ -239,7 +238,6 @@ def _ways() -> Iterator[tuple[str, Way]]:
     yield "float64 model", Way(wrapped(), dtype=torch.float64)
     yield "check_finite raises", Way(wrapped(check_finite="raise"))
     yield "clip", Way(wrapped(), step=clipping)
-    yield "clip by the norm in backward", Way(wrapped(grad_norm_in_backward=True), step=clipping)
     yield "no_sync", Way(wrapped(), step=accumulating)
     yield "no_sync, in buckets", Way(wrapped(accumulate_in_buckets=True), step=accumulating)
     fixed = {"fixed_micro_batches": 3}

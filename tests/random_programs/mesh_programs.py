@@ -29,7 +29,7 @@ from tests.random_programs.program import OPTIONS, WEIGHTS, Net, Program
 
 __all__ = ["MeshProgram"]
 
-REFUSED = {"accumulate_in_buckets", "metrics", "grad_norm_in_backward"}  # beside DTensors
+REFUSED = {"accumulate_in_buckets", "metrics"}  # beside DTensors
 COLUMNS = {"output_layouts": Replicate()}  # of which each rank gets the whole output
 ROWS = {"input_layouts": Replicate()}
 # How the two layers of a branch are divided. What passes between them is a DTensor, since it may not divide evenly.

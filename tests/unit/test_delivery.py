@@ -168,13 +168,6 @@ def test_an_untouched_private_gradient_keeps_what_it_has():
     assert values(params) == [1, 9]
 
 
-def test_squares_of_what_is_copied_are_added_up():
-    params = make_params(3, 5)
-    squares = torch.zeros((), dtype=torch.float64)
-    Private(buffer_of(params), 2.0, squares).deliver(set(), set())
-    assert squares.item() == pytest.approx(3 * 2**2 + 5 * 4**2)  # from norms of float32
-
-
 def test_a_gradient_that_can_be_read_but_not_written_is_replaced():
     params = make_params(4, 5)
     params[0].grad = torch.zeros(1).expand(4)

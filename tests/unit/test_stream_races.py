@@ -97,7 +97,7 @@ def cuda(monkeypatch):
     monkeypatch.setattr(assembly, "LEAST", 0)
     monkeypatch.setattr(ordered, "new_stream", device.Stream)
     monkeypatch.setattr(Eager, "suits", staticmethod(lambda *_: False))
-    monkeypatch.setattr(sync, "spoiler_of", lambda params, size, squares=(): Spoiler(params, squares))
+    monkeypatch.setattr(sync, "spoiler_of", lambda params, size: Spoiler(params))
     monkeypatch.setattr(report.Report, "is_on_cpu", property(lambda _: False, lambda _, value: None), raising=False)
     return device
 

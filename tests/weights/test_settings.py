@@ -46,7 +46,7 @@ SETTINGS = {
     "eight bits": ({"wire_dtype": torch.float8_e4m3fn}, plain),
     "deterministic": ({"deterministic": True}, plain),
     "in the buckets": ({"accumulate_in_buckets": True}, plain),
-    "metrics and norms": ({"metrics": 3, "grad_norm_in_backward": True}, plain),
+    "metrics": ({"metrics": 3}, plain),
     "check_finite": ({"check_finite": "raise"}, plain),
     "unused": ({"find_unused_parameters": True}, plain),
     "Adam": ({}, lambda model: Adam(trained(model), lr=0.01)),

@@ -89,11 +89,9 @@ class Blocks:
 
     pack = staticmethod(quantize)
 
-    def unpack(
-        self, table: PointerTable, targets: Sequence[Tensor | None], scale: float, squares: Tensor | None, matched: bool
-    ) -> None:
+    def unpack(self, table: PointerTable, targets: Sequence[Tensor | None], scale: float, matched: bool) -> None:
         assert isinstance(table, MxTable)
-        dequantize(table, targets, scale=scale, squares=squares, matched=matched)
+        dequantize(table, targets, scale=scale, matched=matched)
 
     def add_up(self, parts: Tensor, out: Tensor, residual: Tensor | None) -> None:
         """Decode the rows of `parts`, add them up in float32, and encode the sum once."""

@@ -26,7 +26,6 @@ SWITCHES = {
     "third": {"gradient_scale": 1 / 3},
     "deterministic": {"deterministic": True},
     "checked": {"check_finite": "raise"},
-    "measured": {"grad_norm_in_backward": True},
     "private": {"gradient_as_bucket_view": False},
     "in buckets": {"accumulate_in_buckets": True},
     "half wire": {"wire_dtype": torch.bfloat16},

@@ -23,7 +23,6 @@ OPTIONS = {
     "wire": {"wire_dtype": torch.bfloat16},
     "error feedback": {"wire_dtype": torch.bfloat16, "error_feedback": True},
     "finite": {"check_finite": "raise"},
-    "norm": {"grad_norm_in_backward": True},
     "in buckets": {"accumulate_in_buckets": True},
     "metrics": {"metrics": True},
 }

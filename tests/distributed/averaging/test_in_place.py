@@ -226,7 +226,7 @@ def few_beside_large(rank, size, dtype, options, multiplies, some_stay):
     ("dtype", "options", "multiplies", "some_stay"),
     [
         (torch.float32, {"gradient_scale": 0.3}, True, True),
-        (torch.float64, {"gradient_scale": 0.3, "grad_norm_in_backward": True}, True, True),
+        (torch.float64, {"gradient_scale": 0.3}, True, True),
         (torch.float32, {}, False, True),  # one kernel multiplies all by one half
         (torch.bfloat16, {}, True, True),
         (torch.float32, {"gradient_scale": 0.3}, False, False),  # a kernel would multiply each

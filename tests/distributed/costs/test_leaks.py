@@ -22,7 +22,7 @@ OPTIONS = {
     "private": {"gradient_as_bucket_view": False},
     "bfloat16": {"wire_dtype": torch.bfloat16},
     "deterministic": {"deterministic": True},
-    "checks": {"check_finite": "raise", "grad_norm_in_backward": True},
+    "checks": {"check_finite": "raise"},
     "accumulating": {"accumulate_in_buckets": True},
 }
 

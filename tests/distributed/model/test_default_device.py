@@ -17,7 +17,6 @@ FACES = {
     "deterministic": lambda module: dpfuse.DataParallel(module, deterministic=True),
     "unused": lambda module: dpfuse.DataParallel(module, find_unused_parameters=True),
     "in buckets": lambda module: dpfuse.DataParallel(module, accumulate_in_buckets=True),
-    "norm": lambda module: dpfuse.DataParallel(module, grad_norm_in_backward=True),
     "training": lambda module: dpfuse.DataParallel(module, check_training="raise"),
     "replicate": dpfuse.replicate,
 }

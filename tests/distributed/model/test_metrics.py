@@ -24,7 +24,7 @@ CASES = {
     "accumulating": (dpfuse.DataParallel, {"accumulate_in_buckets": True}),
     "ordered": (dpfuse.DataParallel, {"deterministic": True}),
     "eight bits": (dpfuse.DataParallel, {"wire_dtype": torch.float8_e4m3fn}),
-    "checked": (dpfuse.DataParallel, {"check_finite": "warn", "grad_norm_in_backward": True}),
+    "checked": (dpfuse.DataParallel, {"check_finite": "warn"}),
     "in place": (dpfuse.DistributedDataParallel, {}),
     "copied": (dpfuse.DistributedDataParallel, {}),
     "unread": (dpfuse.DataParallel, {}),

@@ -19,7 +19,6 @@ CHECKS = {
     "check_training": "raise",
     "check_finite": "raise",
     "metrics": True,
-    "grad_norm_in_backward": True,
 }
 FACES = {
     "paddle": partial(dpfuse.DataParallel, **CHECKS),

@@ -44,8 +44,6 @@ FACES = {
     "half wire": lambda net, **options: dpfuse.DataParallel(net, wire_dtype=torch.float16, **options),
     "ddp": lambda net, **options: dpfuse.DistributedDataParallel(net, **options),
     "ddp views": lambda net, **options: dpfuse.DistributedDataParallel(net, gradient_as_bucket_view=True, **options),
-    "measured": lambda net, **options: dpfuse.DataParallel(net, grad_norm_in_backward=True, **options),
-    "ddp measured": lambda net, **options: dpfuse.DistributedDataParallel(net, grad_norm_in_backward=True, **options),
 }
 
 
@@ -165,8 +163,6 @@ def test_norm_and_clipping_are_torchs_whatever_was_done_to_the_gradients(rank, s
             model.zero_grad()
             model(rank).backward()
             change(model)
-            if change is unscaled and "measured" in face:
-                continue  # torch does not count that as a write
             assert check(model) or name == "zeroed", name
         # And the next steps are as if nothing had been done.
         model.zero_grad()
@@ -186,6 +182,54 @@ def test_gradients_of_the_first_step_count_once(rank, size, face):
     """The first step's gradients lie in buffers that were rebuilt behind it."""
     for steps in (1, 2):
         assert check(trained(face, rank, steps=steps))
+
+
+@pytest.mark.parametrize("face", ["views", "private"])
+def test_norms_after_unusual_backwards(rank, size, face):
+    model = trained(face, rank, find_unused_parameters=True)
+    for step in range(4):  # used nowhere, by one rank, by all
+        for param in model.parameters():
+            param.grad = None
+        model(10 * step + rank, spare=step % 2 == 0 and rank <= step // 2).backward()
+        check(model)
+    # Kept from before, and in no backward since.
+    for step in range(2):
+        model(step + rank, spare=False).backward()
+        check(model)
+    # A backward that died, and the one after.
+    handle = model.module.first.register_hook(lambda grad: (_ for _ in ()).throw(KeyError("planted")))
+    with pytest.raises(KeyError, match="planted"):
+        model(7).backward()
+    handle.remove()
+    model.zero_grad()
+    model(8 + rank).backward()
+    assert check(model)
+    # Weights are one more factor after the sums.
+    model.set_gradient_weight(1 + rank)
+    model.zero_grad()
+    model(9 + rank).backward()
+    assert check(model)
+    # Added up once more by hand, where they lie or in other buckets.
+    for large in (1, 1 << 60):
+        with large_from(large):
+            model.zero_grad()
+            model(10 + rank).backward()
+            before = float(model.grad_norm())
+            dpfuse.fused_allreduce_gradients(list(model.parameters()), scale=1.0)
+            assert float(model.grad_norm()) == pytest.approx(size * before, rel=1e-6)
+    # A parameter that comes.
+    model.module.extra = nn.Parameter(torch.ones(3))
+    model.module.extra.grad = torch.full((3,), 5.0)
+    assert check(model)
+
+
+def test_asking_is_no_write_to_what_a_graph_has_saved(group):
+    model = trained("views", 0)
+    factor = torch.ones((), requires_grad=True)
+    saved = (model.module.first.grad * factor).sum()
+    model.grad_norm()
+    saved.backward()
+    assert factor.grad is not None
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,6 @@ def test_options_that_work(rank, size, name):
 REFUSED = {
     "accumulate_in_buckets": {"accumulate_in_buckets": True},
     "check_finite='raise'": {"check_finite": "raise"},
-    "grad_norm_in_backward": {"grad_norm_in_backward": True},
     "metrics": {"metrics": True},
     "mixed_precision": {"mixed_precision": _MixedPrecision(torch.bfloat16, torch.float32, torch.float32)},
 }

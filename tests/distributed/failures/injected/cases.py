@@ -74,7 +74,7 @@ CASES = {
     "accumulating": Case(options={**SMALL, "accumulate_in_buckets": True}, window=True),
     "accumulating-local": Case(options={**SMALL, "accumulate_in_buckets": True}, steps=(2,), window=True, local=True),
     "unused": Case(Branches, {**SMALL, "find_unused_parameters": True}),
-    "checks": Case(options={**SMALL, "check_finite": "raise", "grad_norm_in_backward": True}),
+    "checks": Case(options={**SMALL, "check_finite": "raise"}),
     "wide": Case(wide),
     "wide-private": Case(wide, {"gradient_as_bucket_view": False}),
     "manual": Case(options={"bucket_size": 0}, steps=(1, 2), manual=True),
