@@ -68,7 +68,7 @@ WRAPS: dict[str, Wrap] = {
     POWER: _hooked(powerSGD_hook, _power_state),
     "dpfuse float32": _ours(),
     "dpfuse bf16": _ours(wire_dtype=torch.bfloat16),
-    "dpfuse bf16, fp32 sum": _ours(wire_dtype=torch.bfloat16, wire_reduce="fp32"),
+    "dpfuse bf16, fp32 sum": _ours(wire_dtype=(torch.bfloat16, torch.float32)),
     "dpfuse bf16 + feedback": _ours(wire_dtype=torch.bfloat16, error_feedback=True),
     "dpfuse e4m3": _ours(wire_dtype=E4M3),
     "dpfuse e4m3 + feedback": _ours(wire_dtype=E4M3, error_feedback=True),

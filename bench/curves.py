@@ -43,7 +43,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     BASE: {},
     "float16": {"wire_dtype": torch.float16},
     "bfloat16": {"wire_dtype": torch.bfloat16},
-    "bfloat16, fp32 sum": {"wire_dtype": torch.bfloat16, "wire_reduce": "fp32"},
+    "bfloat16, fp32 sum": {"wire_dtype": (torch.bfloat16, torch.float32)},
     "bfloat16 + feedback": {"wire_dtype": torch.bfloat16, "error_feedback": True},
     "e4m3": {"wire_dtype": torch.float8_e4m3fn},
     "e4m3 + feedback": {"wire_dtype": torch.float8_e4m3fn, "error_feedback": True},

@@ -31,7 +31,7 @@ class Exclusion:
     remedy: str
 
 
-OF_SUMS = ("deterministic", "accumulate_in_buckets", "error_feedback", "wire_reduce", "wire")
+OF_SUMS = ("deterministic", "accumulate_in_buckets", "error_feedback", "wire")
 OF_WHOLE = ("metrics", "ShardedOptimizer", "wire of another dtype", "indivisible parameter")
 OF_STEPS = ("GradScaler", "accumulate_in_buckets", "find_unused_parameters")
 PART = "each rank has only a part of the gradients"
@@ -49,8 +49,6 @@ EXCLUSIONS = (
         "both say in which dtype gradients travel",
         "Set reduce_dtype, and leave the other out.",
     ),
-    Exclusion("ring", ("float8 wire",), "no back end adds up numbers of 8 bits", "Leave wire_reduce out."),
-    Exclusion("ring", ("deterministic",), "a ring adds up in an order that depends on the layout", LEAVE_ONE),
     Exclusion(
         "accumulate_in_buckets",
         ("narrow wire",),

@@ -9,8 +9,6 @@ from typing import Any, cast
 
 import torch
 
-from dpfuse.exclusions import refuse
-
 __all__ = ["FP8", "UNCHANGED", "WIRES", "Averaging", "Wire", "averaging_for", "real_dtype"]
 
 SUPPORTED = ("float16", "bfloat16", "float32", "float64")
@@ -90,8 +88,8 @@ def averaging_for(dtype: str, world_size: int, scale: Any = None, wire: str | No
     return Averaging(wire, float(scale))
 
 
-REDUCES = ("ring", "fp32")
 NARROW = ("float16", "bfloat16", *FP8)
+PAIR = "(torch.bfloat16, torch.float32)"  # the example in texts
 
 
 @dataclass(frozen=True)
@@ -100,47 +98,53 @@ class Wire:
 
     Args:
         dtype: its name, one of `dpfuse.engine.averaging.WIRES`; None sends each gradient in its own.
-        reduce: "ring" is an all-reduce, which rounds after each addition. "fp32" sends each rank a part, which it adds
-            up in the order of the ranks in float32, and rounds once.
+        sums_in_float32: False is an all-reduce, which rounds after each addition. True sends each rank a part, which it
+            adds up in the order of the ranks in float32, and rounds once.
 
     Example:
         >>> import torch
         >>> from dpfuse.engine.averaging import Wire
-        >>> Wire.of(torch.bfloat16, None), Wire.of(torch.float8_e4m3fn, None)
-        (Wire(dtype='bfloat16', reduce='ring'), Wire(dtype='float8_e4m3fn', reduce='fp32'))
+        >>> Wire.of(torch.bfloat16), Wire.of((torch.bfloat16, torch.float32))
+        (Wire(dtype='bfloat16', sums_in_float32=False), Wire(dtype='bfloat16', sums_in_float32=True))
     """
 
     dtype: str | None = None
-    reduce: str = "ring"
+    sums_in_float32: bool = False
 
     @classmethod
-    def of(cls, wire_dtype: Any, wire_reduce: Any, *, deterministic: bool = False) -> Wire:
-        """What a user means by these arguments.
+    def of(cls, wire_dtype: Any) -> Wire:
+        """What a user means by this argument: None, a dtype, or a pair of them.
 
         Raises:
-            ValueError: one of them cannot be used, or not with another.
+            ValueError: it is something else, or such numbers cannot travel or be added up.
         """
-        if wire_dtype is not None and wire_dtype not in (getattr(torch, name) for name in WIRES):
+        if wire_dtype is None:
+            return cls()
+        is_pair = isinstance(wire_dtype, tuple)
+        if is_pair and len(wire_dtype) != 2:
             raise ValueError(
-                f"wire_dtype must be None or one of {', '.join(f'torch.{name}' for name in WIRES)}, got "
-                f"{wire_dtype!r}; None sends gradients in their own dtype"
+                f"wire_dtype must be None, a dtype or a pair of two, such as {PAIR}, got {len(wire_dtype)} values: "
+                f"{wire_dtype!r}; the first travels, in the second numbers are added up"
             )
-        if wire_reduce is not None and wire_reduce not in REDUCES:
+        travels, added = wire_dtype if is_pair else (wire_dtype, None)
+        if travels not in (getattr(torch, name) for name in WIRES):
             raise ValueError(
-                f"wire_reduce must be None or one of {', '.join(map(repr, REDUCES))}, got {wire_reduce!r}; None is "
-                "'fp32' for float8, and 'ring' for the rest"
+                f"wire_dtype must be None or one of {', '.join(f'torch.{name}' for name in WIRES)}, or a pair such as "
+                f"{PAIR}, got {wire_dtype!r}; None sends gradients in their own dtype"
             )
-        name = None if wire_dtype is None else str(wire_dtype).removeprefix("torch.")
-        if wire_reduce == "ring":
-            in_use = {"float8 wire": f"wire_dtype={wire_dtype}"} if name in FP8 else {}
-            in_use |= {"deterministic": "deterministic=True"} if deterministic else {}
-            refuse("ring", "wire_reduce='ring' was passed with", in_use, ValueError)
-        return cls(name, wire_reduce or ("fp32" if name in FP8 else "ring"))
+        if is_pair and added != torch.float32:
+            raise ValueError(
+                f"the second dtype of wire_dtype must be torch.float32, in which numbers are added up, got "
+                f"{added!r} in {wire_dtype!r}; pass wire_dtype=({travels}, torch.float32), or {travels} alone"
+            )
+        name = str(travels).removeprefix("torch.")
+        return cls(name, name in FP8 or (is_pair and name in NARROW))
 
     @property
     def argument(self) -> str:
-        """The argument by which users ask for its dtype, for errors."""
-        return f"wire_dtype=torch.{self.dtype}"
+        """The argument by which users ask for it, for errors."""
+        pair = self.sums_in_float32 and not self.is_fp8
+        return f"wire_dtype=(torch.{self.dtype}, torch.float32)" if pair else f"wire_dtype=torch.{self.dtype}"
 
     @property
     def narrows(self) -> bool:
@@ -158,16 +162,14 @@ class Wire:
 
     def adds_in_float32(self, dtype: str) -> bool:
         """Whether what travels in `dtype` is added up in float32 though it is narrower."""
-        return self.reduce == "fp32" and dtype in NARROW
+        return self.sums_in_float32 and dtype in NARROW
 
     @property
     def probe(self) -> tuple[torch.dtype, str] | None:
         """The dtype of the parts and sums that travel, and the argument that asks for them; None of an all-reduce."""
-        if self.reduce != "fp32" or self.dtype == "float32":
+        if not self.sums_in_float32 or self.dtype is None:
             return None
-        if self.is_fp8:
-            return torch.uint8, self.argument
-        return cast(torch.dtype, getattr(torch, self.dtype or "float32")), 'wire_reduce="fp32"'
+        return torch.uint8 if self.is_fp8 else cast(torch.dtype, getattr(torch, self.dtype)), self.argument
 
 
 UNCHANGED = Wire()  # gradients travel as they are

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -60,8 +60,7 @@ def fused_allreduce_gradients(
     scale: float | None = None,
     bucket_size: int = 128 * MB,
     deterministic: bool = False,
-    wire_dtype: torch.dtype | None = None,
-    wire_reduce: Literal["ring", "fp32"] | None = None,
+    wire_dtype: torch.dtype | tuple[torch.dtype, torch.dtype] | None = None,
 ) -> None:
     """Average the gradients of `parameter_list` over the ranks, in place, in fused buffers.
 
@@ -81,15 +80,15 @@ def fused_allreduce_gradients(
         bucket_size: bytes after which a buffer is closed; a change of dtype closes it too.
         deterministic: True adds up in the order of the ranks, in float32 (float64 for float64), and rounds once: no
             bit depends on `bucket_size`, and all are those of a wrapper with `deterministic=True`.
-        wire_dtype: the dtype in which gradients travel, as for `DataParallel`; each keeps its own afterwards.
-        wire_reduce: how they are added up there, as for `DataParallel`.
+        wire_dtype: the dtype in which gradients travel, or a pair, as for `DataParallel`; each gradient keeps its own
+            dtype afterwards.
 
     Raises:
         TypeError: `parameter_list` is not iterable or holds something else than plain tensors; a gradient is
             sparse or of a dtype that cannot be averaged; `scale` is not a number, `deterministic` no bool.
-        ValueError: `scale` is not finite; `bucket_size` is negative; `wire_dtype` or `wire_reduce` cannot be used.
+        ValueError: `scale` is not finite; `bucket_size` is negative; `wire_dtype` cannot be used.
         DPFuseError: the ranks hold different sets of gradients, or the call failed on another rank, or
-            `deterministic` or `wire_reduce` needs what the back end lacks, or gradients are where
+            `deterministic` or `wire_dtype` needs what the back end lacks, or gradients are where
             `accumulate_in_buckets=True` has put them; raised on every rank. Or an earlier call has failed while the
             ranks exchanged something, and the group cannot be used any more.
 
@@ -108,7 +107,7 @@ def fused_allreduce_gradients(
     Source: Paddle's `fused_allreduce_gradients` and its grouping rule `build_groups`.
     """
     process_group = resolve_group(group)
-    options = _Options(scale, bucket_size, deterministic, wire_dtype, wire_reduce)
+    options = _Options(scale, bucket_size, deterministic, wire_dtype)
     if process_group is not None and process_group.size() == 1 and knowledge.asks(process_group):
         knowledge.agree(process_group)
     if process_group is None or process_group.size() == 1:
@@ -210,23 +209,22 @@ class _Options:
     bucket_size: Any
     deterministic: Any
     wire_dtype: Any
-    wire_reduce: Any
 
     @property
     def key(self) -> list[tuple[type, Any]]:
         """Equal for the same options only: True is not 1 here."""
-        values = (self.scale, self.bucket_size, self.deterministic, self.wire_dtype, self.wire_reduce)
+        values = (self.scale, self.bucket_size, self.deterministic, self.wire_dtype)
         return [(type(value), value) for value in values]
 
     @property
     def wire(self) -> Wire:
-        """How gradients travel; raises ValueError for a dtype or a way of adding up that cannot be used."""
-        return Wire.of(self.wire_dtype, self.wire_reduce, deterministic=self.deterministic)
+        """How gradients travel; raises ValueError for a dtype or a pair that cannot be used."""
+        return Wire.of(self.wire_dtype)
 
     def __str__(self) -> str:
         return (
             f"scale={self.scale}, bucket_size={float(self.bucket_size)}, deterministic={self.deterministic}, "
-            f"wire_dtype={self.wire_dtype}, wire_reduce={self.wire_reduce}"
+            f"wire_dtype={self.wire_dtype}"
         )
 
 

@@ -19,6 +19,7 @@ import torch
 
 from dpfuse.engine.averaging import Wire, averaging_for
 from dpfuse.engine.plan import NO_WISHES, BucketPlan, BucketRule
+from dpfuse.errors import DPFuseError
 from dpfuse.exclusions import refuse
 from dpfuse.model.plan_file import given_plan
 
@@ -101,25 +102,18 @@ def _rule_or_plan(name: str, value: Any) -> None:
 class CommonOptions(TypedDict, total=False):
     """The options of both wrappers. To add one, declare it here and read it where it has an effect."""
 
-    # Wire.of checks wire_dtype and wire_reduce, since fused_allreduce_gradients() takes them, too.
+    # Wire.of checks wire_dtype, since fused_allreduce_gradients() takes it, too.
     wire_dtype: Annotated[
-        torch.dtype | None,
+        torch.dtype | tuple[torch.dtype, torch.dtype] | None,
         Option(
             None,
             "the dtype in which gradients travel: torch.float16, torch.bfloat16, torch.float32, or, with a scale for "
             "each block of 32, torch.float8_e4m3fn or torch.float8_e5m2. None is their own, which float64 always "
             "keeps. `.grad` keeps the parameter's dtype, and is private where another one travels. Values are scaled "
-            "in float32 and rounded once before the sum.",
-        ),
-    ]
-    wire_reduce: Annotated[
-        Literal["ring", "fp32"] | None,
-        Option(
-            None,
-            'how narrow numbers are added up. "ring" is an all-reduce, which rounds after each addition. "fp32" adds '
-            "up in float32 in the order of the ranks, and rounds once: as many bytes, by all-to-all and all-gather. "
-            "Where float32 or float64 travels, both are a ring. None is "
-            '"fp32" for float8, and "ring" else.',
+            "in float32 and rounded once before the sum. A dtype alone is added up by an all-reduce, which rounds "
+            "after each addition. A pair such as (torch.bfloat16, torch.float32) sends the first, and adds up in "
+            "float32 in the order of the ranks, with one rounding: as many bytes, by all-to-all and all-gather. "
+            "float8 is always added up so.",
         ),
     ]
     error_feedback: Annotated[
@@ -274,9 +268,19 @@ def of_earlier_version(options: SyncOptions, face: type) -> SyncOptions:
     Args:
         options: as they were pickled.
         face: the class of the wrapper.
+
+    Raises:
+        DPFuseError: it had an option that this version has not.
     """
-    common = dict(options.common)
+    common: dict[str, Any] = dict(options.common)
     common.pop("grad_norm_in_backward", None)  # it changed no number
+    if common.pop("wire_reduce", None) == "fp32":
+        if common["wire_dtype"] is None:
+            raise DPFuseError(
+                "a wrapper was pickled with wire_reduce='fp32' and no wire_dtype, expected a pair of this version: "
+                "wire_dtype=(torch.bfloat16, torch.float32). Load its weights into a new wrapper."
+            )
+        common["wire_dtype"] = (common["wire_dtype"], torch.float32)
     return replace(options, common=filled(cast(CommonOptions, common), face))
 
 
@@ -350,7 +354,7 @@ class SyncOptions:
                 "beyond that 16-bit gradients vanish or overflow. Scale the loss, or leave it out for the mean."
             )
         wire_dtype = common["wire_dtype"]
-        Wire.of(wire_dtype, common["wire_reduce"], deterministic=common["deterministic"])
+        Wire.of(wire_dtype)
         if common["error_feedback"] and not self.wire.narrows:
             raise ValueError(
                 f"error_feedback=True was passed with wire_dtype={wire_dtype!r}, expected a narrow wire: nothing "
@@ -389,7 +393,7 @@ class SyncOptions:
         """How gradients travel: the one type that all parts of the library take for it."""
         common = self.common
         needed = torch.float32 if common["accumulate_in_buckets"] else None
-        return Wire.of(common["wire_dtype"] or self.reduce_dtype or needed, common["wire_reduce"])
+        return Wire.of(common["wire_dtype"] or self.reduce_dtype or needed)
 
     @property
     def micro_batches(self) -> int | None:
@@ -429,8 +433,13 @@ class SyncOptions:
             ("auto", self.autotune, '"auto" as the buffer size'),
             ("bucket rule", self.rule != NO_WISHES, "bucket_cap_mb_list or delay_all_reduce_named_params"),
             ("wire", common["wire_dtype"] is not None, wire_dtype),
-            ("another reduce_dtype", self.reduce_dtype not in (None, common["wire_dtype"]), reduce_dtype),
+            ("another reduce_dtype", self.reduce_dtype not in (None, _travelling(common["wire_dtype"])), reduce_dtype),
             ("narrow wire", wire.narrows, travels),
             ("float8 wire", wire.is_fp8, travels),
         ]
         return in_use | {name: words for name, holds, words in others if holds}
+
+
+def _travelling(wire_dtype: torch.dtype | tuple[torch.dtype, torch.dtype] | None) -> torch.dtype | None:
+    """Return the dtype that travels: the first of a pair."""
+    return wire_dtype[0] if isinstance(wire_dtype, tuple) else wire_dtype

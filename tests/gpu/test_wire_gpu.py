@@ -43,7 +43,7 @@ def gradients(model, x):
 def test_sums_in_float32_and_blocks_of_eight_bits_have_the_bits_of_the_cpu(nccl, wire):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(1000, 300), nn.Tanh(), nn.Linear(300, 7)).cuda()
-    model = dpfuse.DataParallel(net, comm_buffer_size=0.5, wire_dtype=wire, wire_reduce="fp32")
+    model = dpfuse.DataParallel(net, comm_buffer_size=0.5, wire_dtype=(wire, torch.float32))
     x = torch.randn(8, 1000, device="cuda")
     for _ in range(3):
         model.zero_grad()
@@ -58,7 +58,7 @@ def test_sums_in_float32_and_blocks_of_eight_bits_have_the_bits_of_the_cpu(nccl,
 def test_error_feedback_keeps_what_was_rounded_away_without_waiting(nccl, wire):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(500, 300), nn.Tanh(), nn.Linear(300, 7)).cuda()
-    model = dpfuse.DataParallel(net, wire_dtype=wire, wire_reduce="fp32", error_feedback=True)
+    model = dpfuse.DataParallel(net, wire_dtype=(wire, torch.float32), error_feedback=True)
     names = [name for name, _ in model.module.named_parameters()]
     arrived, true = ([torch.zeros_like(p, dtype=torch.float64) for p in net.parameters()] for _ in range(2))
     steps = 8

@@ -27,7 +27,7 @@ WRAPS = {
     "deterministic": lambda module: dpfuse.DataParallel(module, None, 0.05, 0.01, deterministic=True),
     "bfloat16": lambda module: dpfuse.DataParallel(module, None, 0.05, 0.01, wire_dtype=torch.bfloat16),
     "bfloat16 in float32": lambda module: dpfuse.DataParallel(
-        module, None, 0.05, 0.01, wire_dtype=torch.bfloat16, wire_reduce="fp32"
+        module, None, 0.05, 0.01, wire_dtype=(torch.bfloat16, torch.float32)
     ),
     "eight bits": lambda module: dpfuse.DataParallel(module, None, 0.05, 0.01, wire_dtype=torch.float8_e4m3fn),
 }

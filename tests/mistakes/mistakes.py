@@ -252,8 +252,19 @@ MISTAKES: dict[str, Mistake] = {
     "a wire dtype of integers": option(
         "wire_dtype", "got torch.int8", "must be None or one of", "None sends", wire_dtype=torch.int8
     ),
-    "an unknown way to add up": option(
-        "wire_reduce", "got 'tree'", "one of 'ring', 'fp32'", "None is", wire_reduce="tree"
+    "sums in another dtype than float32": option(
+        "the second dtype of wire_dtype",
+        "got torch.bfloat16",
+        "must be torch.float32",
+        "or torch.float16 alone",
+        wire_dtype=(torch.float16, torch.bfloat16),
+    ),
+    "three dtypes for the wire": option(
+        "wire_dtype",
+        "got 3 values",
+        "a pair of two",
+        "the first travels",
+        wire_dtype=(torch.float16, torch.float32, torch.float32),
     ),
     "True for check_finite": option("check_finite", "got True", "must be one of", "leave it out", check_finite=True),
     "an unknown check": option("check must be", "got 'loose'", "'deferred' or 'strict'", "strict waits", check="loose"),

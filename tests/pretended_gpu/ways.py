@@ -231,7 +231,7 @@ def _ways() -> Iterator[tuple[str, Way]]:
     yield "face", Way(face(), captured=True)
     yield "private, large gradients", Way(wrapped(gradient_as_bucket_view=False, plan="greedy"), wide, captured=True)
     yield "face, static graph", Way(face(static_graph=True))
-    yield "bfloat16 wire, float32 sum", Way(wrapped(wire_dtype=torch.bfloat16, wire_reduce="fp32"), captured=True)
+    yield "bfloat16 wire, float32 sum", Way(wrapped(wire_dtype=(torch.bfloat16, torch.float32)), captured=True)
     yield "error feedback", Way(wrapped(wire_dtype=torch.bfloat16, error_feedback=True), captured=True)
     yield "error feedback, float8", Way(wrapped(wire_dtype=torch.float8_e5m2, error_feedback=True), captured=True)
     yield "bfloat16 model", Way(wrapped(), captured=True, dtype=torch.bfloat16)

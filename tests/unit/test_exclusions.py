@@ -141,14 +141,6 @@ PROGRAMS = {
     ("wire", "another reduce_dtype"): [
         made(ddp, wire_dtype=torch.float16, mixed_precision=_MixedPrecision(reduce_dtype=BF16))
     ],
-    ("ring", "float8 wire"): [
-        made(dp, wire_reduce="ring", wire_dtype=FP8),
-        made(partial(dpfuse.fused_allreduce_gradients, []), wire_reduce="ring", wire_dtype=FP8),
-    ],
-    ("ring", "deterministic"): [
-        made(dp, wire_reduce="ring", deterministic=True),
-        made(partial(dpfuse.fused_allreduce_gradients, []), wire_reduce="ring", deterministic=True),
-    ],
     ("accumulate_in_buckets", "narrow wire"): [
         made(dp, accumulate_in_buckets=True, wire_dtype=BF16),
         made(ddp, accumulate_in_buckets=True, mixed_precision=_MixedPrecision(reduce_dtype=BF16)),
@@ -156,7 +148,6 @@ PROGRAMS = {
     ("fixed_micro_batches", "deterministic"): fixed_with(deterministic=True),
     ("fixed_micro_batches", "accumulate_in_buckets"): fixed_with(accumulate_in_buckets=True),
     ("fixed_micro_batches", "error_feedback"): fixed_with(error_feedback=True, wire_dtype=BF16),
-    ("fixed_micro_batches", "wire_reduce"): fixed_with(wire_reduce="ring"),
     ("fixed_micro_batches", "wire"): fixed_with(wire_dtype=torch.float32),
     ("fixed_micro_batches", "narrow wire"): fixed_with(ddp, mixed_precision=_MixedPrecision(reduce_dtype=BF16)),
     ("fixed_micro_batches", "check_finite"): fixed_with(check_finite="warn"),
@@ -179,7 +170,6 @@ PROGRAMS = {
     ("hook", "deterministic"): hooked_with(deterministic=True),
     ("hook", "accumulate_in_buckets"): hooked_with(accumulate_in_buckets=True),
     ("hook", "error_feedback"): hooked_with(error_feedback=True, wire_dtype=BF16),
-    ("hook", "wire_reduce"): hooked_with(wire_reduce="ring"),
     ("hook", "wire"): hooked_with(wire_dtype=torch.float32),
     ("hook", "ShardedOptimizer"): [used(ddp, shard, hook), used(ddp, hook, shard)],
     ("hook", "autotune"): [used(ddp, dpfuse.autotune, hook), used(ddp, hook, dpfuse.autotune)],
@@ -225,12 +215,12 @@ def test_each_pair_is_refused_with_its_reason_and_remedy(group, pair):
 
 def test_a_text_names_the_option_that_is_to_be_left_out():
     with pytest.raises(
-        dpfuse.DPFuseError, match=r"with wire_reduce='fp32', .*\. Leave wire_reduce out, or register no"
+        dpfuse.DPFuseError, match=r"with wire_dtype=torch.bfloat16, .*\. Leave wire_dtype out, or register no"
     ):
         refuse(
             "hook",
             "a communication hook was registered with",
-            {"metrics": "metrics=3", "wire_reduce": "wire_reduce='fp32'"},
+            {"metrics": "metrics=3", "wire": "wire_dtype=torch.bfloat16"},
         )
 
 

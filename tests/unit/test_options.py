@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from typing import get_args, get_type_hints
 
 import pytest
@@ -12,7 +13,7 @@ from torch import nn
 import dpfuse
 import dpfuse.paddle
 from dpfuse.model.check import describe_options
-from dpfuse.model.options import CommonOptions, SyncOptions, filled
+from dpfuse.model.options import CommonOptions, SyncOptions, filled, of_earlier_version
 
 FACES = [dpfuse.DataParallel, dpfuse.DistributedDataParallel, dpfuse.paddle.DataParallel]
 DECLARED = {name: get_args(hint)[1] for name, hint in get_type_hints(CommonOptions, include_extras=True).items()}
@@ -87,7 +88,11 @@ def test_every_option_is_compared_among_the_ranks(name):
         ),
         ({"stall_timeout": "1"}, TypeError, "stall_timeout must be a number of seconds, got '1' of type str; pass"),
         ({"stall_timeout": 0}, ValueError, r"stall_timeout must be > 0 s, got 0; float\('inf'\) waits"),
-        ({"wire_reduce": "tree"}, ValueError, "wire_reduce must be None or one of 'ring', 'fp32', got 'tree'"),
+        (
+            {"wire_dtype": (torch.bfloat16, torch.float16)},
+            ValueError,
+            r"second dtype of wire_dtype must be torch\.float32, in which numbers are added up, got torch\.float16 in",
+        ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -95,3 +100,17 @@ def test_a_bad_value_is_an_error_that_names_the_option(given, error, text):
     options_with().check()
     with pytest.raises(error, match=text):
         options_with(**given).check()
+
+
+def test_options_of_an_earlier_version_keep_their_meaning():
+    def read(**common):
+        options = options_with()
+        return of_earlier_version(replace(options, common=options.common | common), dpfuse.DataParallel)
+
+    pair = (torch.bfloat16, torch.float32)
+    assert read(wire_dtype=torch.bfloat16, wire_reduce="fp32").common["wire_dtype"] == pair
+    for reduce in ("ring", None):
+        assert read(wire_dtype=torch.bfloat16, wire_reduce=reduce).common["wire_dtype"] == torch.bfloat16
+    assert read(grad_norm_in_backward=True) == options_with()
+    with pytest.raises(dpfuse.DPFuseError, match=r"pickled with wire_reduce='fp32' and no wire_dtype, expected a pair"):
+        read(wire_reduce="fp32")

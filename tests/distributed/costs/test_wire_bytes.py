@@ -39,18 +39,18 @@ def shares(rank, size, wires):
     """Bytes of a step over those of float32, by wire."""
     x = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(rank))
     steps = {}
-    for wire, reduce in [(None, None), *wires]:
+    for wire in [None, *wires]:
         torch.manual_seed(0)
-        options = {} if wire is None else {"wire_dtype": wire, "wire_reduce": reduce}
+        options = {} if wire is None else {"wire_dtype": wire}
         model = dpfuse.DataParallel(Residual(), comm_buffer_size=1, last_comm_buffer_size=0.25, **options)
         assert sum(param.numel() for param in model.parameters()) > 1_000_000
         model(x).square().mean().backward()  # after it the buckets are rebuilt
         model.zero_grad()
         with Operations() as done:
             model(x).square().mean().backward()
-        steps[wire, reduce] = done.sent(size)
+        steps[wire] = done.sent(size)
         assert len(done.collectives) >= 3
-    whole = steps.pop((None, None))
+    whole = steps.pop(None)
     numel = sum(param.numel() for param in model.parameters())
     # Nothing is counted twice or left out: a ring sends every element so often.
     assert 1 <= whole / (2 * (size - 1) / size * 4 * numel) < 1.001
@@ -59,8 +59,8 @@ def shares(rank, size, wires):
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_16_bits_send_half_and_8_with_their_scales_little_more_than_a_quarter(ranks, size):
-    halves = [(torch.bfloat16, "ring"), (torch.bfloat16, "fp32"), (torch.float16, "fp32")]
-    quarters = [(torch.float8_e4m3fn, None), (torch.float8_e5m2, "fp32")]
+    halves = [torch.bfloat16, (torch.bfloat16, torch.float32), (torch.float16, torch.float32)]
+    quarters = [torch.float8_e4m3fn, (torch.float8_e5m2, torch.float32)]
     found = ranks(shares, halves + quarters, size=size)[0]
     assert all(abs(found[wire] - 0.5) < 0.001 for wire in halves), found
     assert all(0.25 < found[wire] <= 0.27 for wire in quarters), found

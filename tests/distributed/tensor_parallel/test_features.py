@@ -53,7 +53,7 @@ ROUNDED = {"rtol": 2e-2, "atol": 2e-3}
 WORKING = {
     "deterministic": ({"deterministic": True}, {}),
     "16-bit wire": ({"wire_dtype": torch.bfloat16}, ROUNDED),
-    "16-bit wire in float32": ({"wire_dtype": torch.bfloat16, "wire_reduce": "fp32"}, ROUNDED),
+    "16-bit wire in float32": ({"wire_dtype": (torch.bfloat16, torch.float32)}, ROUNDED),
     "error feedback": ({"wire_dtype": torch.bfloat16, "error_feedback": True}, {"rtol": 2e-2, "atol": 1e-2}),
     "8-bit wire": ({"wire_dtype": torch.float8_e4m3fn}, {"rtol": 0.1, "atol": 0.1}),
     "check_finite": ({"check_finite": "warn"}, {}),

@@ -47,19 +47,19 @@ def hard_gradients(size: int, numel: int) -> Iterator[tuple[str, list[Tensor]]]:
     yield "constant", [torch.full((numel,), 1.1 + rank) for rank in range(size)]
 
 
-def worst_share_of_bound(got: Tensor, parts: list[Tensor], dtype: torch.dtype, reduce: str) -> float:
+def worst_share_of_bound(got: Tensor, parts: list[Tensor], dtype: torch.dtype, *, once: bool) -> float:
     """The largest error of `got`, the mean of `parts` over the wire, in terms of the error that the theory allows.
 
     Args:
         got: the mean that arrived.
         parts: of each rank.
         dtype: of the wire.
-        reduce: how it was added up.
+        once: whether sums are rounded once, and not after each addition.
     """
     size, u = len(parts), UNIT[dtype]
     exact = torch.stack(parts).double() / size
     mean, magnitude = exact.sum(0), exact.abs().sum(0)
-    bound = size * u * magnitude if reduce == "ring" else u * (magnitude + mean.abs())
+    bound = u * (magnitude + mean.abs()) if once else size * u * magnitude
     # Products of two errors, the rounding of 1 / size, and numbers below the normal ones.
     bound = bound * (1 + size * u) + 2.0**-23 * magnitude
     limits = torch.finfo(dtype)
