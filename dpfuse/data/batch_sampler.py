@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Sized
 from typing import Any
 
-from torch.utils.data import Dataset, DistributedSampler, IterableDataset, Sampler
+from torch.utils.data import Dataset, Sampler
 
+from dpfuse.data.order import Order, boolean
 from dpfuse.data.place import Place
 from dpfuse.data.position import Position, integer
+from dpfuse.data.resumable import Resumable
 
 __all__ = ["ResumableBatchSampler"]
 
 
-class ResumableBatchSampler(Sampler[list[int]]):
+class ResumableBatchSampler(Resumable, Sampler[list[int]]):
     """Yields indices of this rank's batches, for `DataLoader(dataset, batch_sampler=…)`, and resumes inside an epoch.
 
     The order is that of torch's `DistributedSampler`: by `seed` and epoch, equal on all ranks, and rank r takes each
@@ -54,8 +56,6 @@ class ResumableBatchSampler(Sampler[list[int]]):
     Source: the order is that of `torch.utils.data.DistributedSampler`; the trouble is huggingface/transformers#40245.
     """
 
-    same_on_all_ranks = True
-
     def __init__(
         self,
         dataset: Dataset[Any] | Sized,
@@ -66,28 +66,19 @@ class ResumableBatchSampler(Sampler[list[int]]):
         seed: int = 0,
         drop_last: bool = False,
     ) -> None:
-        if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
-            raise TypeError(
-                f"dataset must have a length, got {type(dataset).__name__}; pass a map-style data set, or wrap an "
-                "iterable one in dpfuse.data.ResumableIterableDataset"
-            )
-        for name, flag in (("shuffle", shuffle), ("drop_last", drop_last)):
-            if not isinstance(flag, bool):
-                raise TypeError(f"{name} must be True or False, got {flag!r} of type {type(flag).__name__}")
+        self._order = Order(
+            dataset,
+            shuffle,
+            seed,
+            instead="pass a map-style data set, or wrap an iterable one in dpfuse.data.ResumableIterableDataset",
+        )
         # No attribute batch_size: accelerate takes one as the promise that all batches have that size, and else repeats
         # samples.
         self._most = integer("batch_size", batch_size, 1)
         self._place = Place(num_replicas, rank)
-        self.drop_last = drop_last
-        self._order: DistributedSampler[Any] = DistributedSampler(
-            dataset,  # type: ignore[arg-type]  # anything with a length
-            num_replicas=1,
-            rank=0,
-            shuffle=shuffle,
-            seed=integer("seed", seed, 0),
-        )
-        self._samples = len(dataset)
-        self._position = Position({"samples": self._samples, "shuffle": shuffle, "seed": seed})
+        self.drop_last = boolean("drop_last", drop_last)
+        self._samples = self._order.samples
+        self._position = Position(self._order.facts)
         self._for_all = False  # whether to yield the batches of all ranks, in turn
         self._iterated = False
 
@@ -100,27 +91,6 @@ class ResumableBatchSampler(Sampler[list[int]]):
     def rank(self) -> int:
         """This rank."""
         return self._place.now()[1]
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the next batch; 0 in a new training."""
-        return self._position.epoch
-
-    @property
-    def seen(self) -> int:
-        """How many samples of this epoch the training loops of all ranks together have been given."""
-        return self._position.seen
-
-    def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch. For the epoch of now nothing changes: a resumed job goes on where it was.
-
-        Args:
-            epoch: 0 or more. At the end of the data `track` goes to the next one by itself.
-
-        Raises:
-            TypeError, ValueError: `epoch` is no such number.
-        """
-        self._position.set_epoch(epoch)
 
     def track(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Yield the batches of a loader to the training loop, from the position on, and count them.
@@ -163,34 +133,11 @@ class ResumableBatchSampler(Sampler[list[int]]):
         sizes = self._sizes(position.start)
         yield from position.track(loader, lambda: next(sizes))
 
-    def state_dict(self) -> dict[str, Any]:
-        """The position of all ranks together: a few numbers, the same on every rank.
-
-        Returns:
-            A dict for `load_state_dict`, also on another number of ranks and with another `batch_size`.
-
-        Raises:
-            DPFuseError: batches were taken, and never with `track`.
-        """
-        return self._position.state_dict(iterated=self._iterated)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go to a saved position.
-
-        Args:
-            state_dict: what `state_dict()` has returned, in a job of any number of ranks.
-
-        Raises:
-            TypeError, ValueError: this is no such state, or the data set has another length, seed or `shuffle`.
-        """
-        self._position.load_state_dict(state_dict)
-
     def __iter__(self) -> Iterator[list[int]]:
         """Yield the batches from where the iteration began that is running, or the next one will."""
         self._iterated = True
         begin, (replicas, own) = self._position.start, self._place.now()
-        self._order.set_epoch(self._position.epoch)
-        order = list(self._order)
+        order = self._order.of_epoch(self._position.epoch)
         for size in self._sizes(begin):
             together = order[begin : begin + size]
             for rank in range(replicas) if self._for_all else (own,):

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
+from dpfuse.data.order import boolean
 from dpfuse.data.place import Place
 from dpfuse.data.position import Position, integer
+from dpfuse.data.resumable import Resumable
 
 __all__ = ["ResumableIterableDataset"]
 
 Sample = TypeVar("Sample")
 
 
-class ResumableIterableDataset(IterableDataset[Sample]):
+class ResumableIterableDataset(Resumable, IterableDataset[Sample]):
     """The samples of this rank from an iterable data set, for `DataLoader(stream, batch_size=…)`; resumes in an epoch.
 
     In each step all ranks together see the next `num_replicas * batch_size` samples of the data set, and rank r takes
@@ -57,8 +59,6 @@ class ResumableIterableDataset(IterableDataset[Sample]):
     Source: the trouble is huggingface/transformers#40245.
     """
 
-    same_on_all_ranks = True
-
     def __init__(
         self,
         dataset: Iterable[Sample],
@@ -71,12 +71,10 @@ class ResumableIterableDataset(IterableDataset[Sample]):
             raise TypeError(
                 f"dataset must be iterable, again for each epoch, got {type(dataset).__name__}; pass an IterableDataset"
             )
-        if not isinstance(drop_last, bool):
-            raise TypeError(f"drop_last must be True or False, got {drop_last!r} of type {type(drop_last).__name__}")
         self.dataset = dataset
         self.batch_size = integer("batch_size", batch_size, 1)
         self._place = Place(num_replicas, rank)
-        self.drop_last = drop_last
+        self.drop_last = boolean("drop_last", drop_last)
         self._position = Position({})
         # For workers: those that persist have no other way to hear of a new epoch, and where it begins.
         self._epoch_and_start = torch.zeros(2, dtype=torch.int64, device="cpu").share_memory_()
@@ -91,28 +89,6 @@ class ResumableIterableDataset(IterableDataset[Sample]):
     def rank(self) -> int:
         """This rank."""
         return self._place.now()[1]
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the next batch; 0 in a new training."""
-        return self._position.epoch
-
-    @property
-    def seen(self) -> int:
-        """How many samples of this epoch the training loops of all ranks together have been given."""
-        return self._position.seen
-
-    def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch. For the epoch of now nothing changes: a resumed job goes on where it was.
-
-        Args:
-            epoch: 0 or more. At the end of the data `track` goes to the next one by itself.
-
-        Raises:
-            TypeError, ValueError: `epoch` is no such number.
-        """
-        self._position.set_epoch(epoch)
-        self._tell_workers()
 
     def track(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Yield the batches of a loader to the training loop, from the position on, and count them.
@@ -138,35 +114,12 @@ class ResumableIterableDataset(IterableDataset[Sample]):
     def _iterate(self, loader: Iterable[Any]) -> Iterator[Any]:
         position = self._position
         position.start = position.seen
-        self._tell_workers()
+        self._was_moved()
         together = self.num_replicas * self.batch_size
         try:
             yield from position.track(loader, lambda: together)
         finally:
-            self._tell_workers()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position of all ranks together: two numbers, the same on every rank.
-
-        Returns:
-            A dict for `load_state_dict`, also on another number of ranks and with another `batch_size`.
-
-        Raises:
-            DPFuseError: batches were taken, and never with `track`.
-        """
-        return self._position.state_dict(iterated=bool(self._iterated))
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go to a saved position.
-
-        Args:
-            state_dict: what `state_dict()` has returned, in a job of any number of ranks.
-
-        Raises:
-            TypeError, ValueError: this is no such state.
-        """
-        self._position.load_state_dict(state_dict)
-        self._tell_workers()
+            self._was_moved()
 
     def __iter__(self) -> Iterator[Sample]:
         """Yield the samples of this rank, and of this worker of its loader, from the start of the iteration on."""
@@ -190,8 +143,8 @@ class ResumableIterableDataset(IterableDataset[Sample]):
         if not self.drop_last:
             yield from own
 
-    def _tell_workers(self) -> None:
-        """Tell them where the next iteration begins. Not while one is running, for a worker may still begin it."""
+    def _was_moved(self) -> None:
+        """Tell workers where the next iteration begins. Not while one is running, for a worker may still begin it."""
         self._epoch_and_start.copy_(torch.tensor([self._position.epoch, self._position.start], device="cpu"))
 
     def _check(self, loader: Any) -> None:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Sized
 from itertools import islice
 from typing import Any
 
-from torch.utils.data import Dataset, DistributedSampler, IterableDataset, Sampler
+from torch.utils.data import Dataset, Sampler
 
+from dpfuse.data.order import Order
 from dpfuse.data.place import Place
 from dpfuse.data.position import Position, integer
+from dpfuse.data.resumable import Resumable
 from dpfuse.data.seeded_dataset import EpochIndex
 from dpfuse.engine.micro_batches import MicroBatches
 
 __all__ = ["MicroBatchSampler"]
 
 
-class MicroBatchSampler(Sampler[list[int]]):
+class MicroBatchSampler(Resumable, Sampler[list[int]]):
     """Yields indices of this rank's micro-batches, for `DataLoader(dataset, batch_sampler=…)`.
 
     In each step, micro-batch `number` has the same samples on any number of ranks: those that follow in the order of
@@ -51,8 +53,6 @@ class MicroBatchSampler(Sampler[list[int]]):
     Source: the order is that of `torch.utils.data.DistributedSampler`.
     """
 
-    same_on_all_ranks = True
-
     def __init__(
         self,
         dataset: Dataset[Any] | Sized,
@@ -63,13 +63,10 @@ class MicroBatchSampler(Sampler[list[int]]):
         shuffle: bool = True,
         seed: int = 0,
     ) -> None:
-        if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
-            raise TypeError(
-                f"dataset must have a length, got {type(dataset).__name__}; pass a map-style data set: only there "
-                "samples have numbers"
-            )
-        if not isinstance(shuffle, bool):
-            raise TypeError(f"shuffle must be True or False, got {shuffle!r} of type {type(shuffle).__name__}")
+        self._order = Order(
+            dataset, shuffle, seed, instead="pass a map-style data set: only there samples have numbers"
+        )
+        self._samples = self._order.samples
         self._size = integer("batch_size", batch_size, 1)
         self._count = integer("fixed_micro_batches", fixed_micro_batches, 1)
         self._place = Place(num_replicas, rank)
@@ -78,47 +75,18 @@ class MicroBatchSampler(Sampler[list[int]]):
                 f"fixed_micro_batches must be at least the number of ranks, {replicas}, got {self._count}; make "
                 "micro-batches smaller"
             )
-        if len(dataset) < self._step:
+        if self._samples < self._step:
             raise ValueError(
-                f"dataset must have the samples of a step, {self._count} * {self._size}, got {len(dataset)}; make "
+                f"dataset must have the samples of a step, {self._count} * {self._size}, got {self._samples}; make "
                 "micro-batches smaller"
             )
-        self._order: DistributedSampler[Any] = DistributedSampler(
-            dataset,  # type: ignore[arg-type]  # anything with a length
-            num_replicas=1,
-            rank=0,
-            shuffle=shuffle,
-            seed=integer("seed", seed, 0),
-        )
-        self._samples = len(dataset)
-        facts = {"samples": self._samples, "shuffle": shuffle, "seed": seed, "micro_batches": self._count}
-        self._position = Position({**facts, "batch_size": self._size}, loop="for batches in sampler.steps(loader)")
+        facts = {**self._order.facts, "micro_batches": self._count, "batch_size": self._size}
+        self._position = Position(facts, loop="for batches in sampler.steps(loader)")
         self._iterated = False
 
     @property
     def _step(self) -> int:
         return self._count * self._size
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the next step; 0 in a new training."""
-        return self._position.epoch
-
-    @property
-    def seen(self) -> int:
-        """How many samples of this epoch the training loops of all ranks together have been given."""
-        return self._position.seen
-
-    def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch. For the epoch of now nothing changes: a resumed job goes on where it was.
-
-        Args:
-            epoch: 0 or more. At the end of the data `steps` goes to the next one by itself.
-
-        Raises:
-            TypeError, ValueError: `epoch` is no such number.
-        """
-        self._position.set_epoch(epoch)
 
     def steps(self, loader: Iterable[Any]) -> Iterator[list[Any]]:
         """Yield, for each step from the position on, what a loader gives for this rank's micro-batches.
@@ -162,34 +130,11 @@ class MicroBatchSampler(Sampler[list[int]]):
         while own := list(islice(batches, len(self._numbers()))):
             yield own
 
-    def state_dict(self) -> dict[str, Any]:
-        """The position of all ranks together: a few numbers, the same on every rank.
-
-        Returns:
-            A dict for `load_state_dict`, also on another number of ranks.
-
-        Raises:
-            DPFuseError: batches were taken, and never with `steps`.
-        """
-        return self._position.state_dict(iterated=self._iterated)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go to a saved position.
-
-        Args:
-            state_dict: what `state_dict()` has returned, in a job of any number of ranks.
-
-        Raises:
-            TypeError, ValueError: this is no such state, or the order of the samples would be another.
-        """
-        self._position.load_state_dict(state_dict)
-
     def __iter__(self) -> Iterator[list[int]]:
         """Yield the micro-batches from where the iteration began that is running, or the next one will."""
         self._iterated = True
         epoch = self._position.epoch
-        self._order.set_epoch(epoch)
-        order = list(self._order)
+        order = self._order.of_epoch(epoch)
         for begin in range(self._position.start, self._samples - self._step + 1, self._step):
             for number in self._numbers():
                 first = begin + number * self._size

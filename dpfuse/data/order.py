@@ -1,0 +1,61 @@
+"""The order of the samples of a data set with a length: by seed and epoch, the same on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sized
+from typing import Any
+
+from torch.utils.data import Dataset, DistributedSampler, IterableDataset
+
+from dpfuse.data.position import integer
+
+__all__ = ["Order", "boolean"]
+
+
+class Order:
+    """The order of the samples in each epoch.
+
+    Args:
+        dataset: any object with a length; not an IterableDataset.
+        shuffle: whether each epoch has an order of its own.
+        seed: of the order.
+        instead: what to do about a data set without a length; the end of an error's text.
+
+    Attributes:
+        samples: the number of samples.
+        facts: what the order depends on, by name.
+
+    Raises:
+        TypeError, ValueError: an argument that cannot be used; the text names it.
+
+    Source: the order is that of `torch.utils.data.DistributedSampler`.
+    """
+
+    def __init__(self, dataset: Dataset[Any] | Sized, shuffle: bool, seed: int, *, instead: str) -> None:
+        if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
+            raise TypeError(f"dataset must have a length, got {type(dataset).__name__}; {instead}")
+        self._sampler: DistributedSampler[Any] = DistributedSampler(
+            dataset,  # type: ignore[arg-type]  # anything with a length
+            num_replicas=1,
+            rank=0,
+            shuffle=boolean("shuffle", shuffle),
+            seed=integer("seed", seed, 0),
+        )
+        self.samples = len(dataset)
+        self.facts = {"samples": self.samples, "shuffle": shuffle, "seed": seed}
+
+    def of_epoch(self, epoch: int) -> list[int]:
+        """Return the indices of all samples, in the order of an epoch."""
+        self._sampler.set_epoch(epoch)
+        return list(self._sampler)
+
+
+def boolean(name: str, value: Any) -> bool:
+    """Return `value`, which must be True or False.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r} of type {type(value).__name__}")
+    return value
