@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dpfuse.integrations.stopping import FitStopping
-from dpfuse.integrations.wrapping import DESCRIPTION, NAME, FabricWrapping, MetricsLogging, TrainerWrapping
+from dpfuse.integrations.wrapping import FabricWrapping, MetricsLogging, TrainerWrapping, register
 
 try:
     from lightning.fabric.strategies import STRATEGY_REGISTRY
@@ -21,21 +21,15 @@ __all__ = ["DPFuseFabricStrategy", "DPFuseMetrics", "DPFuseStrategy", "StopToget
 
 
 class DPFuseStrategy(TrainerWrapping, DDPStrategy):
-    """Lightning's `DDPStrategy` with `dpfuse.DistributedDataParallel`; it takes the same arguments.
-
-    Automatic and manual optimisation, gradient accumulation, checkpoints: everything else is Lightning's.
-    """
+    __doc__ = TrainerWrapping.__doc__
 
 
 class DPFuseFabricStrategy(FabricWrapping, FabricDDPStrategy):
-    """Fabric's `DDPStrategy` with `dpfuse.DistributedDataParallel`; it takes the same arguments."""
+    __doc__ = FabricWrapping.__doc__
 
 
 class DPFuseMetrics(MetricsLogging, Callback):
-    """Logs `model.metrics()` with the Trainer's loggers, under names that begin with `dpfuse/`.
-
-    `Trainer(strategy=DPFuseStrategy(metrics=20), callbacks=[DPFuseMetrics()], log_every_n_steps=20)`
-    """
+    __doc__ = MetricsLogging.__doc__
 
 
 class StopTogether(FitStopping, Callback):
@@ -43,5 +37,5 @@ class StopTogether(FitStopping, Callback):
     end_of_fit = _TunerExitException
 
 
-StrategyRegistry.register(NAME, DPFuseStrategy, description=DESCRIPTION, override=True)
-STRATEGY_REGISTRY.register(NAME, DPFuseFabricStrategy, description=DESCRIPTION, override=True)
+register(StrategyRegistry, DPFuseStrategy)
+register(STRATEGY_REGISTRY, DPFuseFabricStrategy)

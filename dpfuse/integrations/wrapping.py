@@ -12,14 +12,23 @@ from dpfuse import patch
 from dpfuse.errors import DPFuseError
 from dpfuse.integrations.counted_loader import counted
 
-__all__ = ["DESCRIPTION", "NAME", "FabricWrapping", "MetricsLogging", "TrainerWrapping"]
+__all__ = ["FabricWrapping", "MetricsLogging", "TrainerWrapping", "register"]
 
 NAME = "dpfuse"
-DESCRIPTION = "DDP with dpfuse's DistributedDataParallel"
+
+
+def register(registry: Any, strategy: type) -> None:
+    """Let users of a registry of Lightning ask for a strategy with `strategy="dpfuse"`."""
+    registry.register(NAME, strategy, description="DDP with dpfuse's DistributedDataParallel", override=True)
 
 
 class TrainerWrapping:
-    """Placed before a Trainer's `DDPStrategy` among the bases of a class."""
+    """Lightning's `DDPStrategy` with `dpfuse.DistributedDataParallel`; it takes the same arguments.
+
+    Automatic and manual optimisation, gradient accumulation, checkpoints: everything else is Lightning's.
+    """
+
+    # The first base of a class, and a Trainer's `DDPStrategy` the second.
 
     strategy_name = NAME
 
@@ -37,13 +46,11 @@ class TrainerWrapping:
 
 
 class FabricWrapping:
-    """Placed before Fabric's `DDPStrategy` among the bases of a class.
+    """Fabric's `DDPStrategy` with `dpfuse.DistributedDataParallel`; it takes the same arguments."""
 
-    Attributes:
-        model: what `setup_module` has returned last; Fabric hides it in a module of its own.
-    """
+    # The first base of a class, and Fabric's `DDPStrategy` the second.
 
-    model: DistributedDataParallel
+    model: DistributedDataParallel  # what `setup_module` has returned last; Fabric hides it in a module of its own
 
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
         """Wrap the module."""
@@ -54,7 +61,12 @@ class FabricWrapping:
 
 
 class MetricsLogging:
-    """Placed before a Trainer's `Callback` among the bases of a class."""
+    """Logs `model.metrics()` with the Trainer's loggers, under names that begin with `dpfuse/`.
+
+    `Trainer(strategy=DPFuseStrategy(metrics=20), callbacks=[DPFuseMetrics()], log_every_n_steps=20)`
+    """
+
+    # The first base of a class, and a Trainer's `Callback` the second.
 
     _logged = 0  # the step that was logged last: with accumulated batches, several batches belong to one step
 
