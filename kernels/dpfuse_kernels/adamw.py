@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from dpfuse_kernels.backend import chooses_triton
 from dpfuse_kernels.launch_shape import LaunchShape
 from dpfuse_kernels.launcher import shared_dispatcher, triton_dtype
 from dpfuse_kernels.options import check_factor
@@ -159,9 +160,10 @@ def adamw_step(
     master: Tensor | None = None,
     factor: Tensor | None = None,
 ) -> None:
-    """Do one step of AdamW, or of Adam, with one kernel launch on the current stream.
+    """Do one step of AdamW, or of Adam, on flat tensors, each of which is read and written once.
 
-    Elements are float32 inside, and each operation is rounded by itself, in this order::
+    For CUDA tensors this is one kernel launch on the current stream. Elements are float32 inside, and each operation is
+    rounded by itself, in this order::
 
         g = grad * factor                                        # a factor of 1 if there is none
         g = -g                                                   # maximize
@@ -207,6 +209,23 @@ def adamw_step(
 
     Source: Loshchilov, Hutter: Decoupled Weight Decay Regularization (arXiv 1711.05101).
     """
+    if not chooses_triton(grad.device):
+        adamw_step_reference(
+            grad,
+            param,
+            exp_avg,
+            exp_avg_sq,
+            step=step,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            decoupled=decoupled,
+            maximize=maximize,
+            master=master,
+            factor=factor,
+        )
+        return
     _check(grad, param, exp_avg, exp_avg_sq, master, factor)
     numbers = _numbers(step, lr, betas, eps, weight_decay, decoupled)
     if not grad.numel():
@@ -263,23 +282,7 @@ def adamw_step_reference(
 ) -> None:
     """Do the step with torch's own operations, on any device. On the CPU, the bits equal those of `adamw_step`.
 
-    Args:
-        grad: as for `adamw_step`.
-        param: as for `adamw_step`.
-        exp_avg: as for `adamw_step`.
-        exp_avg_sq: as for `adamw_step`.
-        step: as for `adamw_step`.
-        lr: as for `adamw_step`.
-        betas: as for `adamw_step`.
-        eps: as for `adamw_step`.
-        weight_decay: as for `adamw_step`.
-        decoupled: as for `adamw_step`.
-        maximize: as for `adamw_step`.
-        master: as for `adamw_step`.
-        factor: as for `adamw_step`.
-
-    Raises:
-        ValueError: as `adamw_step`.
+    Arguments and errors are those of `adamw_step`.
 
     Example:
         >>> import torch

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dpfuse_kernels.address_ring import AddressRing
+from dpfuse_kernels.backend import chooses_triton
 from dpfuse_kernels.launcher import Dispatcher, triton_dtype
 
 if TYPE_CHECKING:
@@ -212,7 +213,9 @@ class BitHashTable:
 
 
 def bit_hash(table: BitHashTable, group: int, tensors: Mapping[int, Tensor], seed: int, pairs: Tensor) -> None:
-    """Hash the pieces of a group with one kernel launch on the current stream, and write the bits of the hash.
+    """Hash the bits of pieces of `tensors`, and write each bit b of the hash as a pair (b, 1 - b).
+
+    For CUDA tensors this is one kernel launch on the current stream.
 
     Args:
         table: the pieces.
@@ -224,15 +227,19 @@ def bit_hash(table: BitHashTable, group: int, tensors: Mapping[int, Tensor], see
 
     Example:
         >>> import torch
-        >>> from dpfuse_kernels.bit_hash import BitHashTable, Piece, bit_hash_reference
+        >>> from dpfuse_kernels import BitHashTable, Piece, bit_hash
         >>> table = BitHashTable([8], [[Piece(0, 0, 8)]], torch.device("cpu"))
-        >>> pairs = torch.zeros(32, 2)
-        >>> bit_hash_reference(table, 0, {0: torch.ones(2)}, 1, pairs)
-        >>> pairs.sum(1).eq(1).all()
-        tensor(True)
+        >>> one, other = torch.zeros(32, 2), torch.zeros(32, 2)
+        >>> bit_hash(table, 0, {0: torch.tensor([1.0, 2.0])}, 1, one)
+        >>> bit_hash(table, 0, {0: torch.tensor([1.0, 2.1])}, 1, other)
+        >>> torch.equal(one, other)
+        False
 
     Source: the mixing of a word is the end of MurmurHash3 (Appleby, in the public domain).
     """
+    if not chooses_triton(table.device):
+        bit_hash_reference(table, group, tensors, seed, pairs)
+        return
     rows = table.rows_of(group)
     copy = table.ring.device_copy(table.addresses(group, tensors))
     table.dispatcher.launch(
@@ -251,12 +258,7 @@ def bit_hash_reference(
 ) -> None:
     """Hash with torch's own operations, on any device. The result equals that of `bit_hash`.
 
-    Args:
-        table: as for `bit_hash`.
-        group: as for `bit_hash`.
-        tensors: as for `bit_hash`.
-        seed: as for `bit_hash`.
-        pairs: as for `bit_hash`.
+    Arguments are those of `bit_hash`.
 
     Example:
         >>> import torch

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from dpfuse_kernels.backend import uses_triton
 from dpfuse_kernels.checks import check_all
 from dpfuse_kernels.mx import mx_decode
 from dpfuse_kernels.mx_block import _decode, _element_ptr, _scale_ptr
@@ -63,10 +64,11 @@ def _dequantize_kernel(
             tl.store(target.to(tl.pointer_type(TENSOR)) + lane, value, mask=lane < length)
 
 
-def dequantize(table: MxTable, tensors: Sequence[Tensor | None], *, scale: float = 1.0) -> None:
-    """Unpack blocks of eight-bit floats to `tensors` with one kernel launch on the current stream.
+def dequantize(table: MxTable, tensors: Sequence[Tensor | None], *, scale: float = 1.0, matched: bool = False) -> None:
+    """Unpack eight-bit blocks into `tensors`: decode, scale and cast in one pass.
 
-    Each tensor becomes the values of its slot times `scale`, computed in float32 and rounded once to `table.dtype`.
+    For CUDA tensors this is one kernel launch on the current stream. Each tensor becomes the values of its slot times
+    `scale`, computed in float32 and rounded once to `table.dtype`.
 
     Args:
         table: the layout.
@@ -75,11 +77,13 @@ def dequantize(table: MxTable, tensors: Sequence[Tensor | None], *, scale: float
             other. Keep a reference to all of them until the work that may reuse their memory is ordered behind this
             launch.
         scale: the factor.
+        matched: as for `flatten`.
 
     Raises:
         ValueError: A tensor is wrong, as for `unflatten`. The text names the slot, and nothing was written.
 
     Example:
+        >>> import torch
         >>> from dpfuse_kernels import MxTable, Slot, dequantize, mx_bytes
         >>> flat = torch.zeros(mx_bytes(3), dtype=torch.uint8)
         >>> flat[:3], flat[512] = torch.tensor([126, 168, 48]), 128
@@ -89,6 +93,9 @@ def dequantize(table: MxTable, tensors: Sequence[Tensor | None], *, scale: float
         >>> tensor.tolist()
         [448.0, -0.25, 0.5]
     """
+    if not uses_triton(table):
+        dequantize_reference(table, tensors, scale=scale, matched=matched)
+        return
     tensors = list(tensors)
     entries = check_all(tensors, table, written=True)
     entries.make_dense(table.slots, read=False)
@@ -102,14 +109,7 @@ def dequantize_reference(
 ) -> None:
     """Unpack with torch's own operations, on any device. The result equals that of `dequantize`.
 
-    Args:
-        table: the layout.
-        tensors: as for `dequantize`; any strides without overlap.
-        scale: the factor.
-        matched: promise of the caller that `tensors` is a list of tensors with the shapes and device of their slots.
-
-    Raises:
-        ValueError: A tensor is wrong, and the text names its slot.
+    Arguments and errors are those of `dequantize`.
 
     Example:
         >>> from dpfuse_kernels import MxTable, Slot, mx_bytes

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from dpfuse_kernels.backend import uses_triton
 from dpfuse_kernels.checks import check_all, check_cheaply, diagnose
 from dpfuse_kernels.options import check_factor, check_residual
 from dpfuse_kernels.pointer_table import PointerTable
@@ -180,12 +181,14 @@ def flatten(
     factor: Tensor | None = None,
     residual: Tensor | None = None,
     accumulate: bool = False,
+    matched: bool = False,
 ) -> None:
-    """Pack `tensors` into their slots of `table.flat` with one kernel launch on the current stream.
+    """Pack `tensors` into their slots of `table.flat`: copy, scale and cast in one pass; count if `counts` is given.
 
-    Each slot becomes the tensor times `scale`. The product is computed in float32, or in float64 if either side is
-    float64, and rounded once to the dtype of `flat`. Float64 is rounded to 16 bits through float32, as torch does it.
-    The elements between slots are not touched, in `flat` or in `residual`.
+    For CUDA tensors this is one kernel launch on the current stream. Each slot becomes the tensor times `scale`. The
+    product is computed in float32, or in float64 if either side is float64, and rounded once to the dtype of `flat`.
+    Float64 is rounded to 16 bits through float32, as torch does it. The elements between slots are not touched, in
+    `flat` or in `residual`.
 
     Args:
         tensors: one per slot, with the slot's shape, `table.dtype` and the device of `flat`. None packs zeros for any
@@ -203,6 +206,9 @@ def flatten(
             v = x * scale * factor + residual; flat = round(v); residual = v - flat. Not for a float64 buffer.
         accumulate: add to what the slot holds, before adding the residual and rounding. A tensor that is None then
             leaves its slot unchanged.
+        matched: promise of the caller that `tensors` is a list of tensors with the shapes and the device of their
+            slots, as autograd guarantees for gradients. The CPU path then checks only dtypes, at about 0.05 us per
+            tensor. Before a kernel, all checks are made.
 
     Raises:
         ValueError: A tensor is wrong: count, shape, dtype, device, sparse, or memory that overlaps `flat` without being
@@ -210,6 +216,7 @@ def flatten(
             the slot, and nothing was written.
 
     Example:
+        >>> import torch
         >>> from dpfuse_kernels import PointerTable, Slot, flatten
         >>> table = PointerTable(torch.zeros(4), [Slot("a", 0, (3,), (1,))], torch.float32)
         >>> flatten([torch.tensor([1.0, 2.0, 3.0])], table, scale=0.5)
@@ -227,6 +234,17 @@ def flatten(
         2050.0 -0.5
         2048.0 0.25
     """
+    # The choice is read here, because a call for each bucket costs more than the check.
+    if not (table.triton or (table.triton is None and uses_triton(table))):
+        if factor is not None or residual is not None or accumulate:
+            check_options(table, factor, residual)
+            scale, factor = product(scale, factor), None
+            matched = matched and residual is None and not accumulate
+        if not (matched and table.host_plan.pack_matched(tensors, table, scale)):  # type: ignore[arg-type]
+            flatten_reference(tensors, table, scale=scale, counts=counts, residual=residual, accumulate=accumulate)
+        elif counts is not None:
+            count_nonfinite(table, counts)
+        return
     if type(tensors) is not list:
         tensors = list(tensors)
     if factor is not None or residual is not None:
@@ -282,17 +300,7 @@ def flatten_reference(
 ) -> None:
     """Pack `tensors` with torch's own operations, on any device. The result equals that of `flatten`.
 
-    Args:
-        tensors: as for `flatten`; any strides.
-        table: the layout.
-        scale: the factor.
-        counts: as for `flatten`.
-        factor: as for `flatten`, but read by the host.
-        residual: as for `flatten`.
-        accumulate: as for `flatten`.
-
-    Raises:
-        ValueError: as `flatten`.
+    Arguments and errors are those of `flatten`; the host reads `factor`.
 
     Example:
         >>> from dpfuse_kernels import PointerTable, Slot

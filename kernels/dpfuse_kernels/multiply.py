@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from dpfuse_kernels.backend import uses_triton
 from dpfuse_kernels.checks import check_all, check_cheaply
 from dpfuse_kernels.pointer_table import PointerTable
 
@@ -59,7 +60,9 @@ def _multiply_kernel(
 
 @torch.no_grad()
 def multiply(tensors: Sequence[Tensor | None], table: PointerTable, factor: Tensor) -> None:
-    """Multiply `tensors` in place with one kernel launch on the current stream; a factor of 1 moves no byte.
+    """Multiply `tensors` in place by a scalar on their device, which the host does not read.
+
+    For CUDA tensors this is one kernel launch on the current stream; a factor of 1 moves no byte.
 
     Args:
         tensors: one per slot, with the slot's shape, `table.dtype` and the device of `table.flat`. None is skipped.
@@ -71,6 +74,7 @@ def multiply(tensors: Sequence[Tensor | None], table: PointerTable, factor: Tens
         ValueError: A tensor is wrong, as for `unflatten`. The text names the slot, and nothing was written.
 
     Example:
+        >>> import torch
         >>> from dpfuse_kernels import PointerTable, Slot, multiply
         >>> table = PointerTable(torch.zeros(4), [Slot("a", 0, (3,), (1,))], torch.float32)
         >>> gradient = torch.tensor([1.0, 2.0, 3.0])
@@ -78,6 +82,9 @@ def multiply(tensors: Sequence[Tensor | None], table: PointerTable, factor: Tens
         >>> gradient
         tensor([0.5000, 1.0000, 1.5000])
     """
+    if not uses_triton(table):
+        multiply_reference(tensors, table, factor)
+        return
     tensors = list(tensors)
     entries = check_all(tensors, table, written=True)
     addresses = entries.addresses
@@ -93,13 +100,7 @@ def multiply(tensors: Sequence[Tensor | None], table: PointerTable, factor: Tens
 def multiply_reference(tensors: Sequence[Tensor | None], table: PointerTable, factor: Tensor) -> None:
     """Multiply with torch's own operations, on any device. Tensors that fill the buffer take one operation.
 
-    Args:
-        tensors: as for `multiply`; any strides without overlap.
-        table: the layout.
-        factor: as for `multiply`.
-
-    Raises:
-        ValueError: A tensor is wrong; the text names its slot.
+    Arguments and errors are those of `multiply`.
 
     Example:
         >>> from dpfuse_kernels import PointerTable, Slot

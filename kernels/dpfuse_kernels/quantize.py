@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from dpfuse_kernels.backend import uses_triton
 from dpfuse_kernels.checks import check_all
 from dpfuse_kernels.flatten import _count, count_nonfinite, flatten_reference, product
 from dpfuse_kernels.mx import in_chunks, mx_decode, mx_encode
@@ -98,11 +99,13 @@ def quantize(
     factor: Tensor | None = None,
     counts: Tensor | None = None,
     residual: Tensor | None = None,
+    matched: bool = False,
 ) -> None:
-    """Pack `tensors` into blocks of eight-bit floats with one kernel launch on the current stream.
+    """Pack `tensors` into eight-bit blocks: scale, encode, count and keep the error in one pass.
 
-    Each tensor is multiplied by `scale` in float32 and encoded block by block, as `mx_encode` does. The rest of a
-    tensor's last block becomes zeros. Blocks that belong to no slot are not touched.
+    For CUDA tensors this is one kernel launch on the current stream. Each tensor is multiplied by `scale` in float32
+    and encoded block by block, as `mx_encode` does. The rest of a tensor's last block becomes zeros. Blocks that belong
+    to no slot are not touched.
 
     Args:
         tensors: one per slot, with the slot's shape, `table.dtype` and the device of `table.flat`. None packs zeros for
@@ -117,12 +120,14 @@ def quantize(
         residual: [table.elements] float32 on that device, at a multiple of 16 bytes, for error feedback. The encoding
             errors of earlier calls are added before encoding, and the new errors are kept (0 where an error is not
             finite). In short, v = x * scale * factor + residual; flat = encode(v); residual = v - decode(flat).
+        matched: as for `flatten`.
 
     Raises:
         ValueError: A tensor is wrong, as for `flatten`, or `factor` or `residual` does not fit. The text names the
             slot, and nothing was written.
 
     Example:
+        >>> import torch
         >>> from dpfuse_kernels import MxTable, Slot, mx_bytes, quantize
         >>> flat = torch.zeros(mx_bytes(3), dtype=torch.uint8)
         >>> table = MxTable(flat, [Slot("a", 0, (3,), (1,))], torch.float32, torch.float8_e4m3fn)
@@ -130,6 +135,11 @@ def quantize(
         >>> flat[:4].tolist(), flat[512].item()  # 448, -0.25, 0.5 and 0; times 2 ** (128 - 127)
         ([126, 168, 48, 0], 128)
     """
+    if not uses_triton(table):
+        quantize_reference(
+            tensors, table, scale=scale, factor=factor, counts=counts, residual=residual, matched=matched
+        )
+        return
     tensors = list(tensors)
     check_options(table, factor, residual)
     entries = check_all(tensors, table)
@@ -159,17 +169,7 @@ def quantize_reference(
 ) -> None:
     """Pack `tensors` with torch's own operations, on any device. The bytes equal those of `quantize`.
 
-    Args:
-        tensors: as for `quantize`; any strides.
-        table: the layout.
-        scale: the factor.
-        factor: as for `quantize`; read by the host.
-        counts: as for `quantize`.
-        residual: as for `quantize`.
-        matched: promise of the caller that `tensors` is a list of tensors with the shapes and device of their slots.
-
-    Raises:
-        ValueError: as `quantize`.
+    Arguments and errors are those of `quantize`; the host reads `factor`.
 
     Example:
         >>> from dpfuse_kernels import MxTable, Slot, mx_bytes

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dpfuse_kernels.address_ring import AddressRing
+from dpfuse_kernels.backend import chooses_triton
 from dpfuse_kernels.launcher import Dispatcher, Repeatable, triton_dtype
 from dpfuse_kernels.seen import Seen
 
@@ -222,7 +223,9 @@ def _is_dense(tensor: Tensor) -> bool:
 def spoil(
     table: SpoilTable, tensors: Sequence[Tensor | None], pairs: Tensor, copy: tuple[Tensor, Tensor] | None = None
 ) -> None:
-    """Fill `tensors` with NaN if a pair says so, with one kernel launch on the current stream. The host does not wait.
+    """Fill `tensors` with NaN if both numbers of one of the `pairs`, on their device, differ from zero.
+
+    For CUDA tensors this is one kernel launch on the current stream. The host does not wait.
 
     Args:
         table: the tensors' sizes.
@@ -237,13 +240,17 @@ def spoil(
 
     Example:
         >>> import torch
-        >>> from dpfuse_kernels.spoil import SpoilTable, spoil_reference
-        >>> gradient = torch.ones(3)
-        >>> table = SpoilTable([3], torch.float32, torch.device("cpu"))
-        >>> spoil_reference(table, [gradient], torch.tensor([0.0, 2.0, 1.0, 1.0]))
+        >>> from dpfuse_kernels import SpoilTable, spoil
+        >>> gradient = torch.ones(2)
+        >>> spoil(SpoilTable([2], torch.float32, torch.device("cpu")), [gradient], torch.tensor([0.0, 2.0, 1.0, 1.0]))
         >>> gradient
-        tensor([nan, nan, nan])
+        tensor([nan, nan])
     """
+    if table.triton is None:
+        table.triton = chooses_triton(table.device)
+    if not table.triton:
+        spoil_reference(table, tensors, pairs, copy)
+        return
     if "rows" not in table.__dict__ and table.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         spoil_reference(table, tensors, pairs, copy)
         return
@@ -276,11 +283,7 @@ def spoil_reference(
 ) -> None:
     """Fill with torch's own operations, for tensors of any layout. The result equals that of `spoil`.
 
-    Args:
-        table: what of each tensor is filled.
-        tensors: as for `spoil`.
-        pairs: as for `spoil`.
-        copy: as for `spoil`.
+    Arguments are those of `spoil`.
 
     Example:
         >>> from dpfuse_kernels.spoil import SpoilTable

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from dpfuse_kernels.backend import uses_triton
 from dpfuse_kernels.checks import check_all, check_cheaply
 from dpfuse_kernels.pointer_table import PointerTable
 
@@ -75,7 +76,9 @@ def _squared_norm_kernel(
 
 
 def squared_norm(tensors: Sequence[Tensor | None], table: PointerTable) -> Tensor:
-    """Return the sum of the squares of all `tensors`, computed by one kernel launch on the current stream.
+    """Return the sum of the squares of all `tensors`, a scalar in float64 on their device.
+
+    For CUDA tensors one kernel launch on the current stream computes it.
 
     Args:
         tensors: one per slot, with the slot's shape, `table.dtype` and the device of `table.flat`. None adds nothing.
@@ -90,11 +93,14 @@ def squared_norm(tensors: Sequence[Tensor | None], table: PointerTable) -> Tenso
         ValueError: A tensor is wrong, as for `flatten`; the text names its slot.
 
     Example:
+        >>> import torch
         >>> from dpfuse_kernels import PointerTable, Slot, squared_norm
         >>> table = PointerTable(torch.zeros(4), [Slot("a", 0, (3,), (1,))], torch.float32)
         >>> squared_norm([torch.tensor([1.0, 2.0, 3.0])], table)
         tensor(14.0000, dtype=torch.float64)
     """
+    if not uses_triton(table):
+        return squared_norm_reference(tensors, table)
     tensors = list(tensors)
     entries = check_all(tensors, table)
     entries.make_dense(table.slots, read=True)
@@ -108,17 +114,8 @@ def squared_norm(tensors: Sequence[Tensor | None], table: PointerTable) -> Tenso
 def squared_norm_reference(tensors: Sequence[Tensor | None], table: PointerTable) -> Tensor:
     """Compute `squared_norm` with torch's own operations, on any device.
 
-    If the tensors are the first slots of the buffer, they are read in one operation.
-
-    Args:
-        tensors: as for `squared_norm`; any strides.
-        table: the layout.
-
-    Returns:
-        As `squared_norm`, but the order of the additions differs.
-
-    Raises:
-        ValueError: A tensor is wrong; the text names its slot.
+    If the tensors are the first slots of the buffer, they are read in one operation. Arguments, result and errors are
+    those of `squared_norm`, but the order of the additions differs.
 
     Example:
         >>> from dpfuse_kernels import PointerTable, Slot

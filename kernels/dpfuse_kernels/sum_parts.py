@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from dpfuse_kernels.backend import chooses_triton
 from dpfuse_kernels.launch_shape import DEFAULT
 from dpfuse_kernels.launcher import shared_dispatcher, triton_dtype
 from dpfuse_kernels.layout import DTYPES
@@ -82,10 +83,11 @@ def _add_error(residual_ptr: tl.tensor, mask: tl.tensor, total: tl.tensor, WIRE:
 
 
 def sum_parts(parts: Tensor, out: Tensor, residual: Tensor | None = None) -> None:
-    """Add up the rows of `parts` in their order, with one kernel launch on the current stream.
+    """Add up the rows of `parts` in their order, in float32 (float64 for float64), and round once.
 
-    Each element is added up in float32 (float64 for float64), first row first, and rounded once. So its bits depend
-    only on its summands, not on its place or on other elements.
+    For CUDA tensors this is one kernel launch on the current stream. Each element is added up in float32 (float64 for
+    float64), first row first, and rounded once. So its bits depend only on its summands, not on its place or on other
+    elements.
 
     Args:
         parts: [rows, numel], contiguous, float32, float16, bfloat16 or float64; at least one row.
@@ -104,6 +106,9 @@ def sum_parts(parts: Tensor, out: Tensor, residual: Tensor | None = None) -> Non
         >>> out
         tensor([258.,  12.], dtype=torch.bfloat16)
     """
+    if not chooses_triton(out.device):
+        sum_parts_reference(parts, out, residual)
+        return
     _check(parts, out, residual)
     if not out.numel():
         return
@@ -134,13 +139,7 @@ def _constants(wire: torch.dtype, residual: bool) -> dict[str, Any]:
 def sum_parts_reference(parts: Tensor, out: Tensor, residual: Tensor | None = None) -> None:
     """Add up the rows with torch's own operations, on any device. The bits equal those of `sum_parts`.
 
-    Args:
-        parts: as for `sum_parts`.
-        out: as for `sum_parts`.
-        residual: as for `sum_parts`.
-
-    Raises:
-        ValueError: as `sum_parts`.
+    Arguments and errors are those of `sum_parts`.
 
     Example:
         >>> import torch

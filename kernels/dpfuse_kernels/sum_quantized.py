@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from dpfuse_kernels.backend import chooses_triton
 from dpfuse_kernels.launch_shape import DEFAULT
 from dpfuse_kernels.launcher import shared_dispatcher
 from dpfuse_kernels.mx import BLOCK, SUPER_BLOCK, SUPER_BYTES, check_packed, in_chunks, mx_decode, mx_encode, mx_format
@@ -67,9 +68,10 @@ def _sum_quantized_kernel(
 
 
 def sum_quantized(parts: Tensor, out: Tensor, format: torch.dtype, residual: Tensor | None = None) -> None:
-    """Decode the rows of `parts`, add them up in their order and encode the sum, with one kernel launch.
+    """Decode the rows of `parts`, add them up in their order in float32, and encode the sum once.
 
-    Each element is added up in float32, first row first. NaN in one row gives NaN in the sum.
+    For CUDA tensors this is one kernel launch on the current stream. Each element is added up in float32, first row
+    first. NaN in one row gives NaN in the sum.
 
     Args:
         parts: [rows, bytes] uint8 of whole super-blocks, contiguous, at a multiple of 16 bytes; at least one row.
@@ -83,6 +85,7 @@ def sum_quantized(parts: Tensor, out: Tensor, format: torch.dtype, residual: Ten
             written.
 
     Example:
+        >>> import torch
         >>> from dpfuse_kernels import mx_bytes, mx_decode, mx_encode, sum_quantized
         >>> parts = torch.zeros(2, mx_bytes(512), dtype=torch.uint8)
         >>> for row, number in zip(parts, (1.0, 2.5)):
@@ -92,6 +95,9 @@ def sum_quantized(parts: Tensor, out: Tensor, format: torch.dtype, residual: Ten
         >>> mx_decode(out, torch.float8_e4m3fn)[:3]
         tensor([3.5000, 3.5000, 3.5000])
     """
+    if not chooses_triton(out.device):
+        sum_quantized_reference(parts, out, format, residual)
+        return
     check_sum(parts, out, format, residual)
     blocks = out.numel() // SUPER_BYTES * (SUPER_BLOCK // BLOCK)
     if not blocks:
@@ -117,14 +123,7 @@ def sum_quantized(parts: Tensor, out: Tensor, format: torch.dtype, residual: Ten
 def sum_quantized_reference(parts: Tensor, out: Tensor, format: torch.dtype, residual: Tensor | None = None) -> None:
     """Add up with torch's own operations, on any device. The bytes equal those of `sum_quantized`.
 
-    Args:
-        parts: as for `sum_quantized`.
-        out: as for `sum_quantized`.
-        format: as for `sum_quantized`.
-        residual: as for `sum_quantized`.
-
-    Raises:
-        ValueError: as `sum_quantized`.
+    Arguments and errors are those of `sum_quantized`.
 
     Example:
         >>> from dpfuse_kernels import mx_bytes, mx_decode, mx_encode

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from dpfuse_kernels.backend import uses_triton
 from dpfuse_kernels.checks import check_all, check_cheaply, diagnose
 from dpfuse_kernels.pointer_table import PointerTable
 from dpfuse_kernels.repeat import launch_again
@@ -98,12 +99,18 @@ def _write(
 
 
 def unflatten(
-    table: PointerTable, tensors: Sequence[Tensor | None], *, scale: float = 1.0, accumulate: bool = False
+    table: PointerTable,
+    tensors: Sequence[Tensor | None],
+    *,
+    scale: float = 1.0,
+    accumulate: bool = False,
+    matched: bool = False,
 ) -> None:
-    """Copy the slots of `table.flat` to `tensors` with one kernel launch on the current stream.
+    """Copy the slots of `table.flat` to `tensors`, or add them: copy, scale and cast in one pass.
 
-    Each tensor becomes its slot times `scale`. The product is computed in float32, or in float64 if either side is
-    float64, and rounded once to `table.dtype`. Float64 is rounded to 16 bits through float32, as torch does it.
+    For CUDA tensors this is one kernel launch on the current stream. Each tensor becomes its slot times `scale`. The
+    product is computed in float32, or in float64 if either side is float64, and rounded once to `table.dtype`. Float64
+    is rounded to 16 bits through float32, as torch does it.
 
     Args:
         table: the layout.
@@ -113,6 +120,7 @@ def unflatten(
             their memory is ordered behind this launch.
         scale: the factor.
         accumulate: add the rounded product to what the tensor holds, instead of overwriting it.
+        matched: as for `flatten`.
 
     Raises:
         ValueError: A tensor is wrong: count, shape, dtype, device, sparse, expanded, or memory that overlaps `flat`
@@ -120,6 +128,7 @@ def unflatten(
             was written.
 
     Example:
+        >>> import torch
         >>> from dpfuse_kernels import PointerTable, Slot, unflatten
         >>> table = PointerTable(torch.tensor([1.0, 2.0, 3.0]), [Slot("a", 0, (3,), (1,))], torch.float32)
         >>> gradient = torch.full((3,), 10.0)
@@ -127,6 +136,11 @@ def unflatten(
         >>> gradient
         tensor([10.5000, 11.0000, 11.5000])
     """
+    if not uses_triton(table):
+        plain = matched and scale == 1.0 and not accumulate and table.dtype == table.flat.dtype
+        if not (plain and table.host_plan.unpack_matched(tensors, table)):  # type: ignore[arg-type]
+            unflatten_reference(table, tensors, scale=scale, accumulate=accumulate)
+        return
     if type(tensors) is not list:
         tensors = list(tensors)
     if not accumulate and launch_again(_unflatten_kernel, tensors, table, scale):
@@ -146,14 +160,7 @@ def unflatten_reference(
 ) -> None:
     """Unpack with torch's own operations, on any device. The result equals that of `unflatten`.
 
-    Args:
-        table: the layout.
-        tensors: as for `unflatten`; any strides without overlap.
-        scale: the factor.
-        accumulate: add instead of overwriting.
-
-    Raises:
-        ValueError: A tensor is wrong, and the text names its slot.
+    Arguments and errors are those of `unflatten`.
 
     Example:
         >>> from dpfuse_kernels import PointerTable, Slot

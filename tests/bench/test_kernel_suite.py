@@ -24,6 +24,7 @@ from dpfuse_kernels import launcher
 @pytest.fixture
 def interpreter(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setenv("DPFUSE_KERNELS", "triton")
     launcher.jit.cache_clear()
     # Code that has imported Triton's own functions earlier has them compiled, not interpreted.
     monkeypatch.setattr(triton.language, "sum", triton.jit(triton.language.sum.fn))

@@ -16,7 +16,7 @@ from dpfuse_kernels import launcher
 def _interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # Set for the test only, and the compiled kernels forgotten: tests on a GPU may run in the same process.
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.delenv("DPFUSE_KERNELS", raising=False)
+    monkeypatch.setenv("DPFUSE_KERNELS", "triton")
     launcher.jit.cache_clear()
     # Whoever imported Triton's own functions earlier, has them compiled, not interpreted.
     language = pytest.importorskip("triton.language")
@@ -37,3 +37,9 @@ def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
         return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
 
     monkeypatch.setattr(torch, "empty_strided", poisoned)
+
+
+@pytest.fixture
+def usual_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operations choose as they do for users: torch's own operations for CPU tensors."""
+    monkeypatch.delenv("DPFUSE_KERNELS")

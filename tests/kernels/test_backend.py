@@ -16,6 +16,8 @@ from tests.patience import patience
 
 KERNELS = Path(__file__).parents[2] / "kernels"
 
+pytestmark = pytest.mark.usefixtures("usual_choice")
+
 
 def small_table() -> PointerTable:
     return PointerTable(torch.zeros(4), [Slot("a", 0, (4,), (1,))], torch.float32)

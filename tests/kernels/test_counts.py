@@ -109,6 +109,7 @@ def test_nothing_cancels_in_the_sum() -> None:
     assert all_finite(torch.zeros(0))
 
 
+@pytest.mark.usefixtures("usual_choice")
 def test_the_matched_path_counts() -> None:
     from dpfuse_kernels import PointerTable, flatten
 

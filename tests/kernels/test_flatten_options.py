@@ -245,12 +245,14 @@ def test_options_that_do_not_fit_are_named(pack: object, case: str) -> None:
 
 def test_a_residual_of_float64_is_refused() -> None:
     table = guarded([torch.ones(8)], torch.float32, torch.float64).table
-    for pack in (flatten, flatten_reference, dpfuse_kernels.flatten):
+    for pack, triton in ((flatten, True), (flatten, False), (flatten_reference, False)):
+        table.triton = triton
         with pytest.raises(ValueError, match=r"for a buffer of torch\.float64.*Leave residual out"):
             pack([torch.ones(8)], table, residual=torch.zeros(8))
 
 
 @pytest.mark.parametrize("matched", [False, True])
+@pytest.mark.usefixtures("usual_choice")
 def test_the_public_name_takes_all_of_it(matched: bool) -> None:
     tensors = randoms(torch.float32, (5, 4096))
     got, want = (guarded(tensors, torch.float32, torch.float32).table for _ in range(2))

@@ -8,6 +8,8 @@ import torch
 from dpfuse_kernels import PointerTable, Slot, flatten, unflatten
 from dpfuse_kernels.flatten import flatten_reference
 
+pytestmark = pytest.mark.usefixtures("usual_choice")
+
 SHAPES = [(4,), (8,), (4, 4), (4,), (4,), (4,), (4,), (3, 5), (), (0,), (40_000,), (2, 3, 2), (33_000,), (16,)]
 
 

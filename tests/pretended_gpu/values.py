@@ -8,6 +8,8 @@ of the CUDA path stay as they are: the calls are made first.
 from __future__ import annotations
 
 import ctypes
+import inspect
+import sys
 from typing import Any
 
 import torch
@@ -15,8 +17,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+import dpfuse_kernels
 from dpfuse.engine.feeds import at_once
-from dpfuse_kernels import backend
+from dpfuse_kernels import PointerTable
+from dpfuse_kernels.backend import chooses_triton
+from dpfuse_kernels.flatten import flatten_reference
 
 __all__ = ["Values", "compute_kernels"]
 
@@ -50,28 +55,43 @@ class Values(TorchDispatchMode):
 
 def compute_kernels(monkeypatch: Any) -> None:
     """Let each kernel of dpfuse be launched, and then computed by its reference."""
-    for name in [name for name in vars(backend) if name.endswith("_triton")]:
-        launch = getattr(backend, name)
-        reference = getattr(backend, name.replace("_triton", "_reference"), None)
-        if reference is not None:
-            monkeypatch.setattr(backend, name, _both(launch, reference))
+    ours = [module for name, module in sys.modules.items() if name.split(".")[0] in ("dpfuse", "dpfuse_kernels")]
+    for name in dpfuse_kernels.__all__:
+        operation = getattr(dpfuse_kernels, name)
+        reference = getattr(sys.modules[operation.__module__], f"{name}_reference", None)
+        for module in ours if reference is not None else ():
+            if getattr(module, name, None) is operation:
+                monkeypatch.setattr(module, name, _both(operation, reference))
     again = at_once.flatten_again
 
     def launch_again_and_compute(tensors: Any, table: Any, scale: float) -> bool:
         launched = again(tensors, table, scale)
         if launched:
-            backend.flatten_reference(tensors, table, scale=scale)
+            flatten_reference(tensors, table, scale=scale)
         return launched
 
     monkeypatch.setattr(at_once, "flatten_again", launch_again_and_compute)
 
 
 def _both(launch: Any, reference: Any) -> Any:
+    takes_matched = "matched" in inspect.signature(reference).parameters
+
     def launch_and_compute(*args: Any, **kwargs: Any) -> Any:
-        launch(*args, **kwargs)
+        result = launch(*args, **kwargs)
+        if not _runs_kernels((args, kwargs)):
+            return result  # the reference, already
+        if not takes_matched:
+            kwargs.pop("matched", None)
         return reference(*args, **kwargs)
 
     return launch_and_compute
+
+
+def _runs_kernels(values: Any) -> bool:
+    """Whether a call with these arguments launches a kernel."""
+    leaves = tree_leaves(values)
+    devices = [leaf.flat.device if isinstance(leaf, PointerTable) else getattr(leaf, "device", None) for leaf in leaves]
+    return next((chooses_triton(device) for device in devices if device is not None), False)
 
 
 def _on_cpu(values: Any) -> Any:
