@@ -116,10 +116,12 @@ def _compare(rows: Sequence[torch.Tensor], text: str, group: dist.ProcessGroup, 
     ours = _text_of(0, headers[0][0], data, group, device).splitlines()
     theirs = _text_of(differing, headers[differing][0], data, group, device).splitlines()
     left, right = next(pair for pair in zip_longest(ours, theirs, fillvalue="nothing") if pair[0] != pair[1])
-    raise DPFuseError(
+    error = DPFuseError(
         f"{what} differs between ranks: rank {differing} has {right!r}, rank 0 has {left!r}; expected the "
         f"same on every rank. {remedy}".rstrip()
     )
+    error.lines = left, right
+    raise error
 
 
 def report_failure(error: Exception, group: dist.ProcessGroup, what: str) -> None:

@@ -1,13 +1,11 @@
-"""Exchanges facts, flags and rows of tensors between the ranks of the high-level API. Sends tensors, never pickles.
+"""Exchanges facts, flags and rows of tensors between the ranks of Paddle's APIs. Sends tensors, never pickles.
 
-The only file of the high-level API that calls collectives. Without a process group, or on one rank, nothing is sent.
-Every exchange begins with one of fixed size that names its purpose. So all ranks raise the same error, even if they
-have called different functions.
+Without a process group, or on one rank, nothing is sent. Every exchange begins with a vote that names its purpose. So
+all ranks raise the same error, even if they have called different functions.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -15,11 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dpfuse import DPFuseError
+from dpfuse.comm import collective, votes
+from dpfuse.model.agreement import send_tensors
 
 __all__ = ["agree", "any_rank", "broadcast", "gather_rows", "world_size"]
 
-TEXT_BYTES = 1024  # of a rank's text in an error; the rest is cut off
-PROBLEM = "cannot be gathered: "  # first words of the text of a rank with failed checks
+CALL = "call: "  # first words of the line that names the purpose of an exchange
 
 
 def world_size() -> int:
@@ -27,19 +26,36 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def agree(text: str, what: str, remedy: str) -> None:
+def agree(text: str, what: str, remedy: str = "", *, number: int = 0) -> tuple[int, ...]:
     """Compare `text` over the ranks.
 
     Args:
-        text: one fact per line.
+        text: one fact per line; or why this rank fails, after `votes.FAILURE`.
         what: the subject of the text, for the error.
         remedy: what to do about a difference.
+        number: in which ranks may differ.
+
+    Returns:
+        Every rank's number.
 
     Raises:
-        DPFuseError: The texts differ, or other ranks compare something else. Every rank raises, and the error has the
-            first difference.
+        DPFuseError: The texts differ, or other ranks compare something else, or one fails. Every rank raises, and the
+            error has the first difference.
     """
-    _compare(text, what, remedy)
+    group = collective.resolve_group(None)
+    if group is None or group.size() == 1:
+        return (number,)
+    text = text if text.startswith(votes.FAILURE) else f"{CALL}{what}\n{text}"
+    try:
+        return votes.agree_on_text(text, group, what, remedy, number=number).numbers
+    except DPFuseError as error:
+        if not error.lines or not all(line.startswith(CALL) for line in error.lines):
+            raise
+        first, other = (line.removeprefix(CALL) for line in error.lines)
+        raise DPFuseError(
+            f"the ranks are in different calls: rank 0 has reached {first!r}, and another rank {other!r}; expected the "
+            "same on every rank. Call fit, evaluate and predict on all ranks, not on a single rank."
+        ) from None
 
 
 def any_rank(flag: bool, what: str = "a barrier") -> bool:
@@ -52,28 +68,32 @@ def any_rank(flag: bool, what: str = "a barrier") -> bool:
     Raises:
         DPFuseError: Some ranks call it with another `what`. Every rank raises.
     """
-    return any(_compare("", what, "", int(flag)))
+    return any(agree("", what, number=int(flag)))
 
 
-def broadcast(tensors: Iterable[tuple[str, Tensor]], what: str) -> None:
+def broadcast(tensors: Iterable[tuple[str, Tensor]], what: str, *facts: str) -> None:
     """Overwrite the named tensors of all ranks with those of rank 0.
 
+    Args:
+        tensors: with their names.
+        what: they are, for the error.
+        facts: what else must be equal on all ranks.
+
     Raises:
-        DPFuseError: The ranks' tensors differ in name, dtype or shape. Every rank raises.
+        DPFuseError: The ranks' tensors differ in name, dtype, shape or `requires_grad`, or the facts differ. Every
+            rank raises.
     """
-    if world_size() == 1:
+    group = collective.resolve_group(None)
+    if group is None or group.size() == 1:
         return
     named = list(tensors)
-    facts = [f"{name}: {tensor.dtype}{list(tensor.shape)}" for name, tensor in named]
-    agree("\n".join(facts), what, "Build the same network on every rank.")
-    for _, tensor in named:
-        wire = tensor.detach().to(_device()).contiguous()
-        dist.broadcast(wire, 0)
-        tensor.data.copy_(wire)  # on rank 0, too: read-only memory is an error on all ranks
+    lines = [f"{name}: {one.dtype}{list(one.shape)}{' trained' * one.requires_grad}" for name, one in named]
+    agree("\n".join([*facts, *lines]), what, "Build the same network on every rank.")
+    send_tensors([tensor for _, tensor in named], group)
 
 
 def gather_rows(tensors: Sequence[Tensor], rows: int) -> list[Tensor]:
-    """Return the rows of all ranks, in the order of the ranks, on every rank.
+    """Return the rows of all ranks, in the order of the ranks, on every rank. There must be several ranks.
 
     Args:
         tensors: each [rows, …], any dtype. Only `rows` may differ between ranks.
@@ -86,21 +106,23 @@ def gather_rows(tensors: Sequence[Tensor], rows: int) -> list[Tensor]:
         DPFuseError: A tensor has another number of rows, or the ranks' tensors differ in number, shape or dtype. Every
             rank raises.
     """
-    counts = _compare(
+    counts = agree(
         _layout(tensors, rows),
         "what the ranks gather (indices, outputs, labels)",
         "Make the network give every rank the same shapes, with one row per sample.",
-        rows,
+        number=rows,
     )
-    if world_size() == 1:
-        return list(tensors)
+    group = collective.resolve_group(None)
+    assert group is not None
+    device = collective.group_device(group)
     # One row holds a sample's part of every tensor as bytes: one collective for all dtypes.
-    parts = [_as_bytes(tensor.detach().to(_device()).contiguous()) for tensor in tensors]
+    parts = [_as_bytes(tensor.detach().to(device).contiguous()) for tensor in tensors]
     packed = torch.cat(parts, dim=1)
     wire = packed.new_zeros(max(counts), packed.shape[1])
     wire[:rows] = packed
-    joined = torch.cat([part[:count] for part, count in zip(_all_gather(wire), counts, strict=True)])
-    found = [tensor.new_empty(len(joined), *tensor.shape[1:], device=_device()) for tensor in tensors]
+    gathered = collective.all_gather(wire, group)
+    joined = torch.cat([part[:count] for part, count in zip(gathered, counts, strict=True)])
+    found = [tensor.new_empty(len(joined), *tensor.shape[1:], device=device) for tensor in tensors]
     for part, out in zip(joined.split([part.shape[1] for part in parts], dim=1), found, strict=True):
         _as_bytes(out).copy_(part)
     return [out.to(tensors[0].device) for out in found]
@@ -116,52 +138,9 @@ def _layout(tensors: Sequence[Tensor], rows: int) -> str:
     for index, tensor in enumerate(tensors):
         if tensor.layout != torch.strided or tensor.shape[:1] != (rows,):
             return (
-                f"{PROBLEM}tensor {index} has shape {tuple(tensor.shape)} and layout {tensor.layout} for a batch of "
-                f"{rows} samples; expected a dense tensor whose dimension 0 is {rows}"
+                f"{votes.FAILURE}tensor {index} has shape {tuple(tensor.shape)} and layout {tensor.layout} for a batch "
+                f"of {rows} samples; expected a dense tensor whose dimension 0 is {rows}. Make the network give one "
+                "row per sample."
             )
         lines.append(f"tensor {index}: {tensor.dtype}[*, {', '.join(map(str, tensor.shape[1:]))}]")
     return "\n".join(lines)
-
-
-def _compare(text: str, what: str, remedy: str, number: int = 0) -> list[int]:
-    """Return every rank's `number` if the texts are equal and name no problem. Else raise one error on all ranks."""
-    if world_size() == 1:
-        if text.startswith(PROBLEM):
-            raise DPFuseError(f"{what}: {text}. {remedy}")
-        return [number]
-    problem = text.startswith(PROBLEM)
-    text = f"{what}\n{text}"
-    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big", signed=True)
-    header = torch.tensor([digest, number, problem], dtype=torch.int64, device=_device())
-    headers = [row.tolist() for row in _all_gather(header)]
-    if all(row[0] == headers[0][0] and not row[2] for row in headers):
-        return [row[1] for row in headers]
-    wire = torch.frombuffer(bytearray(text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")), dtype=torch.uint8)
-    found = [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in _all_gather(wire.to(_device()))]
-    places, _, texts = zip(*(each.partition("\n") for each in found), strict=True)
-    if len(set(places)) > 1:
-        got = "; ".join(f"rank {rank} has reached {place!r}" for rank, place in enumerate(places))
-        raise DPFuseError(
-            f"the ranks are in different calls: {got}; expected the same on every rank. Call fit, evaluate and predict "
-            "on all ranks, not on a single rank."
-        )
-    for rank, (other, row) in enumerate(zip(texts, headers, strict=True)):
-        if row[2]:
-            raise DPFuseError(f"{what}: on rank {rank} it {other}. {remedy}")
-    lines = list(zip(*(other.splitlines() for other in texts), strict=False))
-    line = next((line for line in lines if len(set(line)) > 1), texts)
-    got = "; ".join(f"rank {rank} has {' '.join(part.split())!r}" for rank, part in enumerate(line))
-    raise DPFuseError(f"{what} differ between ranks: {got}; expected the same on every rank. {remedy}")
-
-
-def _all_gather(wire: Tensor) -> list[Tensor]:
-    received = [torch.empty_like(wire) for _ in range(world_size())]
-    dist.all_gather(received, wire)
-    return received
-
-
-def _device() -> torch.device:
-    """Return the device from which tensors are sent: the GPU only if the group cannot send from the CPU."""
-    if dist.get_backend() == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")

@@ -161,7 +161,7 @@ def _sorted_by(numbers: np.ndarray[Any, Any], arrays: list[Any]) -> list[Any]:
 
 def _agree_on_end(batches: Batches, fact: str) -> None:
     remedy = "Give every rank the same number of batches, or set num_iters to the smallest number."
-    agree(f"{batches.name}: {fact}", "the ends of the ranks' data", remedy)
+    agree(f"{batches.name}: {fact}", "the end of the ranks' data", remedy)
 
 
 def _no_batch(batches: Batches) -> str:

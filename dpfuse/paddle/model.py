@@ -133,7 +133,7 @@ class Model(BatchModel):
         facts += [train.facts, f"len(train_data) = {train.steps}"] + ([] if evaluation is None else [evaluation.facts])
         agree(
             "\n".join(facts),
-            "the arguments of fit",
+            "the call of fit",
             "Give every rank the same arguments and the same number of batches.",
         )
         train.warn_of_distribution(training=True)
@@ -310,7 +310,7 @@ class Model(BatchModel):
         run = self._callbacks(as_list(callbacks), [logger], **params)
         if batches.distribution is not Distribution.UNKNOWN:
             remedy = "Call it on every rank with the same arguments."
-            agree(f"{batches.facts}\n{facts}", f"the arguments of {call}", remedy)
+            agree(f"{batches.facts}\n{facts}", f"the call of {call}", remedy)
             self._stepper.wrap()
         batches.warn_of_distribution()
         return run

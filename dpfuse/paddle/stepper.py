@@ -71,12 +71,12 @@ class Stepper:
         if any_rank(any(param.requires_grad for param in params.values()), "the check for trainable parameters"):
             self.parallel = DataParallel(self.network)
         else:
-            broadcast([*params.items(), *self.network.named_buffers()], "the ranks' networks")
+            broadcast([*params.items(), *self.network.named_buffers()], "the ranks' network")
         self._known, self._known_as = list(params.values()), facts
 
     def share_buffers(self) -> None:
         """Give all ranks the buffers (running statistics) of rank 0. Every rank must call it."""
-        broadcast(self.network.named_buffers(), "the network's buffers")
+        broadcast(self.network.named_buffers(), "the list of the network's buffers")
 
     def prepare(self, optimizer: Any, loss: Any, amp_configs: Any) -> None:
         """Check and set optimizer, loss and precision.

@@ -137,7 +137,7 @@ def evaluate_on_rank_0(rank, size, whole, with_evaluation):
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize(("with_evaluation", "elsewhere"), [(False, "the end of an epoch"), (True, "buffers")])
 def test_a_call_on_one_rank_alone_is_named_on_all(ranks, whole, with_evaluation, elsewhere):
-    texts = ["different calls: rank 0 has reached 'the arguments of evaluate'", elsewhere]
+    texts = ["different calls: rank 0 has reached 'the call of evaluate'", elsewhere]
     assert_every_rank_says(ranks(evaluate_on_rank_0, whole, with_evaluation, timeout=20), texts)
 
 
@@ -146,5 +146,5 @@ def test_networks_without_parameters_are_compared(rank, size):
     net = nn.Module()
     net.forward = lambda x: x
     net.register_buffer("state", torch.zeros(2 + rank))
-    with pytest.raises(DPFuseError, match=r"the ranks' networks differ.*rank 1 has 'state: torch.float32\[3\]'"):
+    with pytest.raises(DPFuseError, match=r"the ranks' network differ.*rank 1 has 'state: torch.float32\[3\]'"):
         Model(net)

@@ -1,14 +1,15 @@
-"""Several processes that train one program, each on its own devices. Uses only dpfuse's public names."""
+"""Several processes that train one program, each on its own devices."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import dpfuse
 from dpfuse import DPFuseError
+from dpfuse.paddle.collectives import broadcast
 from dpfuse.paddle.static.replica import Replica
 
 __all__ = ["Trainers"]
@@ -58,25 +59,7 @@ class Trainers:
         """
         if self.count == 1 or not replica.trainable:
             return
-        # The constructor of DataParallel compares names, shapes and dtypes, and broadcasts. It gets copies, because it
-        # also adds hooks to parameters, and the executor averages gradients itself.
-        held = nn.Module()
-        held.register_buffer("devices per trainer", torch.zeros(device_count, device=replica.device))
-        pairs: list[tuple[Tensor, Tensor]] = []
-        for name, tensor in replica.tensors.items():
-            clone = tensor.detach().clone()
-            key = name.replace(".", "/")
-            if isinstance(tensor, nn.Parameter):
-                parameter = nn.Parameter(clone, requires_grad=tensor.requires_grad)
-                held.register_parameter(key, parameter)
-                pairs.append((tensor, parameter))
-            else:
-                held.register_buffer(key, clone)
-                pairs.append((tensor, clone))
-        dpfuse.DataParallel(held)
-        with torch.no_grad():
-            for tensor, shared in pairs:
-                tensor.copy_(shared)
+        broadcast(replica.tensors.items(), "the trainers' program", f"devices per trainer: {device_count}")
 
     def sum_gradients(self, replicas: Sequence[Replica]) -> None:
         """Add up the gradients of all trainers' first replicas, and give the sum to every replica.

@@ -124,7 +124,7 @@ def distributed_model(model: nn.Module) -> DataParallel:
     """
     session = _current()
     strategy = session.strategy
-    agree(repr(strategy), "the strategies of fleet", "Set the same DistributedStrategy on every rank.")
+    agree(repr(strategy), "the strategy of fleet", "Set the same DistributedStrategy on every rank.")
     if strategy.sync_batch_norm and isinstance(model, nn.Module):
         on_cpu = all(param.device.type == "cpu" for param in model.parameters())
         # A separate group: a rank with unused parameters sends their buckets later than other ranks, so both kinds of
