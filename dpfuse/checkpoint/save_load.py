@@ -7,7 +7,6 @@ that it has read. Data from a peer is only loaded with `weights_only=True`.
 from __future__ import annotations
 
 import io
-import operator
 import os
 import warnings
 from collections.abc import Callable
@@ -34,6 +33,7 @@ from dpfuse.checkpoint.training_state import (
     set_sampler_state,
 )
 from dpfuse.comm import collective, votes
+from dpfuse.data.position import integer
 from dpfuse.engine.user_line import warn_at_user
 from dpfuse.errors import DPFuseError, WeightsWarning
 from dpfuse.findings import WEIGHTS
@@ -132,9 +132,9 @@ def save_checkpoint(
 
     def own_part() -> tuple[int, bytes]:
         refuse_divided(model, what)
-        number = _integer("step", step, 0)
+        number = integer("step", step, 0)
         if keep is not None:
-            _integer("keep", keep, 1)
+            integer("keep", keep, 1)
         buffer = io.BytesIO()
         torch.save({"random": get_random_state(), "sampler": sampler_state(sampler)}, buffer)
         return number, buffer.getvalue()
@@ -318,18 +318,6 @@ def _group_of(model: nn.Module, group: dist.ProcessGroup | None) -> dist.Process
     if group is None and isinstance(model, TorchDistributedDataParallel):
         return model.process_group
     return collective.resolve_group(group)
-
-
-def _integer(name: str, value: Any, least: int) -> int:
-    if isinstance(value, bool):
-        raise TypeError(f"{name} must be an integer, got {value}")
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be an integer, got {value!r} of type {type(value).__name__}") from None
-    if number < least:
-        raise ValueError(f"{name} must be at least {least}, got {number}")
-    return number
 
 
 def _gather(own: bytes, group: dist.ProcessGroup | None) -> list[Tensor]:

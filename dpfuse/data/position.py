@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -103,13 +104,17 @@ class Position:
 
 
 def integer(name: str, value: Any, least: int) -> int:
-    """Return `value`, which must be a whole number of at least `least`.
+    """Return `value`, which must be a whole number of at least `least`; of Python, numpy or torch.
 
     Raises:
         TypeError, ValueError: it is none.
     """
-    if isinstance(value, bool) or not isinstance(value, int):
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool):
         raise TypeError(f"{name} must be an integer, got {value!r} of type {type(value).__name__}")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")
-    return value
+    if number < least:
+        raise ValueError(f"{name} must be at least {least}, got {number}")
+    return number

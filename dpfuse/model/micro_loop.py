@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import SyncBatchNorm, _NormBase
 from torch.optim import Optimizer
 
 from dpfuse.comm import collective
+from dpfuse.data.position import integer
 from dpfuse.data.seeds import seed_by
 from dpfuse.engine.feature import Engine, Feature
 from dpfuse.engine.micro_batches import MicroBatches
@@ -139,7 +140,7 @@ class MicroLoop(Feature):
                     "set_to_none=True, its default: that of the wrapper also knows parameters that no optimizer has."
                 )
         if step is not None:
-            self.steps = _checked(step)
+            self.steps = integer("step", step, 0)
         self._loop = loop = _Loop()
         self._window.begin_again()
         self.deal.lost = False
@@ -323,14 +324,6 @@ def check_micro_batches(module: nn.Module, count: int, plan: BucketPlan, group: 
                 "statistics depend on which micro-batches a rank has. Use GroupNorm or LayerNorm, pass "
                 "track_running_stats=False, or call eval() of the layer before wrapping."
             )
-
-
-def _checked(step: Any) -> int:
-    if isinstance(step, bool) or not isinstance(step, int):
-        raise TypeError(f"step must be an integer, got {step!r} of type {type(step).__name__}")
-    if step < 0:
-        raise ValueError(f"step must be at least 0, got {step}")
-    return step
 
 
 def set_threads() -> int:

@@ -8,6 +8,7 @@ import os
 import torch
 
 from dpfuse import get_rank
+from dpfuse.data.position import integer
 from dpfuse.paddle.callback_base import Callback, Logs
 from dpfuse.paddle.counterparts import lacks
 from dpfuse.paddle.epoch_display import EpochDisplay
@@ -28,11 +29,9 @@ class ProgBarLogger(Callback):
     """
 
     def __init__(self, log_freq: int = 1, verbose: int = 2) -> None:
-        if isinstance(log_freq, bool) or not isinstance(log_freq, int) or log_freq < 1:
-            raise ValueError(f"log_freq must be a number of steps, at least 1, got {log_freq!r}")
         if verbose not in (0, 1, 2):
             raise ValueError(f"verbose: got {verbose!r}, expected 0 (silent), 1 (bar) or 2 (lines)")
-        self.log_freq = log_freq
+        self.log_freq = integer("log_freq", log_freq, 1)
         self.verbose = verbose
         self._display: EpochDisplay | None = None
 
@@ -97,9 +96,7 @@ class ModelCheckpoint(Callback):
     """
 
     def __init__(self, save_freq: int = 1, save_dir: str | os.PathLike[str] | None = None) -> None:
-        if isinstance(save_freq, bool) or not isinstance(save_freq, int) or save_freq < 1:
-            raise ValueError(f"save_freq must be a number of epochs, at least 1, got {save_freq!r}")
-        self.save_freq = save_freq
+        self.save_freq = integer("save_freq", save_freq, 1)
         self.save_dir = save_dir
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:

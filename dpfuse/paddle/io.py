@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from dpfuse import DPFuseError, get_rank, get_world_size
+from dpfuse.data.position import integer
 from dpfuse.paddle.counterparts import lacks
 
 __all__ = ["DataLoader", "Dataset", "DistributedBatchSampler"]
@@ -66,10 +67,10 @@ class DistributedBatchSampler(Sampler[list[int]]):
             if not isinstance(flag, bool):
                 raise TypeError(f"{name} must be True or False, got {flag!r} of type {type(flag).__name__}")
         self.dataset = dataset
-        self.batch_size = _integer("batch_size", batch_size, 1)
-        self.nranks = _integer("num_replicas", get_world_size() if num_replicas is None else num_replicas, 1)
+        self.batch_size = integer("batch_size", batch_size, 1)
+        self.nranks = integer("num_replicas", get_world_size() if num_replicas is None else num_replicas, 1)
         self._of_the_job = num_replicas is None
-        self.local_rank = _integer("rank", get_rank() if rank is None else rank, 0)
+        self.local_rank = integer("rank", get_rank() if rank is None else rank, 0)
         if self.local_rank >= self.nranks:
             raise ValueError(f"rank must be below num_replicas={self.nranks}, got {self.local_rank}")
         if len(dataset) == 0:
@@ -111,15 +112,7 @@ class DistributedBatchSampler(Sampler[list[int]]):
         Raises:
             TypeError, ValueError: `epoch` is no such number.
         """
-        epoch = _integer("epoch", epoch, 0)
+        epoch = integer("epoch", epoch, 0)
         if epoch >= 2**32:
             raise ValueError(f"epoch must be below 2**32, got {epoch}")
         self.epoch = epoch
-
-
-def _integer(name: str, value: Any, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise TypeError(f"{name} must be an integer, got {value!r} of type {type(value).__name__}")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")
-    return int(value)

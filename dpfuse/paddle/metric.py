@@ -11,6 +11,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
+from dpfuse.data.position import integer
 from dpfuse.paddle.counterparts import lacks
 
 __all__ = ["Accuracy", "Metric", "accuracy"]
@@ -70,7 +71,7 @@ class Accuracy(Metric):
         if not self.topk:
             raise ValueError("topk is empty; pass k, or a tuple such as (1, 5)")
         for k in self.topk:
-            _check_k("topk", k)
+            integer("topk", k, 1)
         self.maxk = max(self.topk)
         base = name or "acc"
         self.total: list[float] = []
@@ -152,20 +153,13 @@ def accuracy(
 
     Source: `paddle.metric.accuracy`.
     """
-    _check_k("k", k)
+    integer("k", k, 1)
     hits = _hits(input, label, k).any(-1)
     if correct is not None:
         correct.copy_(hits.sum())
     if total is not None:
         total.fill_(hits.numel())
     return hits.to(torch.float32).mean()
-
-
-def _check_k(name: str, k: Any) -> None:
-    if isinstance(k, bool) or not isinstance(k, int):
-        raise TypeError(f"{name} must be made of integers, got {k!r} of type {type(k).__name__}")
-    if k < 1:
-        raise ValueError(f"{name} must be at least 1, got {k}")
 
 
 def _hits(pred: Tensor, label: Tensor, k: int) -> Tensor:

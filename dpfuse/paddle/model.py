@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from dpfuse import get_rank
+from dpfuse.data.position import integer
 from dpfuse.paddle import model_files
 from dpfuse.paddle.batch_model import BatchModel
 from dpfuse.paddle.batches import Batches, Distribution
@@ -116,7 +117,7 @@ class Model(BatchModel):
         counts = {"epochs": epochs, "eval_freq": eval_freq, "accumulate_grad_batches": accumulate_grad_batches}
         counts |= {} if num_iters is None else {"num_iters": num_iters}
         for name, value in counts.items():
-            _check_count(name, value)
+            integer(name, value, 1)
         dealt = {"shuffle": shuffle, "drop_last": drop_last, "epoch": stepper.epochs}
         train = self._batches(train_data, "train_data", sizes[0], num_workers, **dealt)
         evaluation = None if eval_data is None else self._batches(eval_data, "eval_data", sizes[1], num_workers)
@@ -140,8 +141,8 @@ class Model(BatchModel):
         stepper.check_ready()
         self.stop_training = False
         left = num_iters
+        stepper.drop_gradients()
         try:
-            stepper.drop_gradients()
             with network_mode(self.network, training=True), self._loops(run) as loops:
                 run.call("on_train_begin")
                 for epoch in range(epochs):
@@ -165,7 +166,6 @@ class Model(BatchModel):
             any_rank(False, "the end of fit")
         finally:
             stepper.drop_gradients()
-            run.call("close")
 
     def evaluate(
         self,
@@ -201,15 +201,12 @@ class Model(BatchModel):
             DPFuseError: The ranks' data or outputs differ in shape or number. Every rank raises.
         """
         if num_iters is not None:
-            _check_count("num_iters", num_iters)
+            integer("num_iters", num_iters, 1)
         batches = self._batches(eval_data, "eval_data", batch_size, num_workers)
         run = self._start("evaluate", batches, callbacks, ProgBarLogger(log_freq, verbose), f"num_iters = {num_iters}")
         self.mode = "eval"
-        try:
-            with self._loops(run) as loops:
-                logs = loops.evaluate(batches, num_iters)
-        finally:
-            run.call("close")
+        with self._loops(run) as loops:
+            logs = loops.evaluate(batches, num_iters)
         return {name: value for name, value in logs.items() if name not in ("step", "batch_size")}
 
     def predict(
@@ -238,11 +235,8 @@ class Model(BatchModel):
         batches = self._batches(test_data, "test_data", batch_size, num_workers)
         run = self._start("predict", batches, callbacks, ProgBarLogger(10, verbose))
         self.mode = "test"
-        try:
-            with self._loops(run) as loops:
-                found = loops.predict(batches)
-        finally:
-            run.call("close")
+        with self._loops(run) as loops:
+            found = loops.predict(batches)
         return [_joined(arrays, index) for index, arrays in enumerate(found)] if stack_outputs else found
 
     def save(self, path: str | os.PathLike[str], training: bool = True) -> None:
@@ -325,13 +319,14 @@ class Model(BatchModel):
 
     @contextmanager
     def _loops(self, callbacks: CallbackList) -> Iterator[Loops]:
-        """Yield loops with the metrics, or with copies of them inside another loop."""
+        """Yield loops with the metrics, or with copies of them inside another loop. Then close the callbacks."""
         meters, outer = self._meters, self._measuring
         self._measuring = True
         try:
             yield Loops(self._stepper, self._split, copy.deepcopy(meters) if outer else meters, callbacks)
         finally:
             self._measuring = outer
+            callbacks.call("close")
 
 
 def _joined(arrays: Sequence[Any], index: int) -> Any:
@@ -343,8 +338,3 @@ def _joined(arrays: Sequence[Any], index: int) -> Any:
             f"stack_outputs=True cannot join output {index} of the network, whose batches have the shapes {shapes}; "
             "expected one shape with the samples in dimension 0. Pass stack_outputs=False for a list of batches."
         ) from error
-
-
-def _check_count(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")

@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
+from dpfuse.paddle.meters import to_numpy
 from dpfuse.paddle.paddle_files import legacy_torch_file, read_paddle_file
 
 __all__ = ["load", "save", "written_whole"]
@@ -97,7 +99,7 @@ def load(path: str | os.PathLike[str], return_numpy: bool = False) -> Any:
         file.seek(0)
         if head[:1] == PICKLE and not legacy_torch_file(file):
             found = read_paddle_file(path)
-            return _arrays(found) if return_numpy else found
+            return tree_map(to_numpy, found) if return_numpy else found
     if head != ZIP and head[:1] != PICKLE:
         raise ValueError(
             f"{os.fspath(path)!r} cannot be read ({f'it begins with {head!r}' if head else 'it is empty'}); expected a "
@@ -111,7 +113,7 @@ def load(path: str | os.PathLike[str], return_numpy: bool = False) -> Any:
             f"{os.fspath(path)!r} cannot be read ({reason}); expected a file of tensors and plain values that "
             "dpfuse.paddle.save or torch.save has written"
         ) from error
-    return _arrays(found) if return_numpy else found
+    return tree_map(to_numpy, found) if return_numpy else found
 
 
 def _plain(obj: Any, where: str) -> Any:
@@ -130,14 +132,3 @@ def _plain(obj: Any, where: str) -> Any:
         return type(obj)(_plain(value, f"{where}[{index}]") for index, value in enumerate(obj))
     hint = "Pass its state_dict()." if isinstance(obj, (nn.Module, torch.optim.Optimizer)) else "Leave it out."
     raise TypeError(f"{where} is a {type(obj).__name__}; expected tensors, numbers, strings or None. {hint}")
-
-
-def _arrays(obj: Any) -> Any:
-    if isinstance(obj, Tensor):
-        obj = obj.detach()
-        return (obj.float() if obj.dtype == torch.bfloat16 else obj).numpy()
-    if isinstance(obj, dict):
-        return {key: _arrays(value) for key, value in obj.items()}
-    if type(obj) in (list, tuple):
-        return type(obj)(map(_arrays, obj))
-    return obj

@@ -101,7 +101,7 @@ def test_a_wrapped_network_is_refused():
         ({"train_data": 3}, TypeError, "train_data must be a torch Dataset"),
         ({"eval_data": 3}, TypeError, "eval_data must be"),
         ({"epochs": 0}, ValueError, "epochs must be"),
-        ({"epochs": 1.5}, ValueError, "epochs must be"),
+        ({"epochs": 1.5}, TypeError, "epochs must be an integer, got 1.5"),
         ({"eval_freq": 0}, ValueError, "eval_freq"),
         ({"accumulate_grad_batches": 0}, ValueError, "accumulate_grad_batches"),
         ({"num_iters": 0}, ValueError, "num_iters"),

@@ -93,7 +93,7 @@ def constructed(kind):
         ("build_strategy", TypeError, "build_strategy must be an instance of BuildStrategy, got dict"),
         ("trainers", DPFuseError, "num_trainers=2 without a process group.*init_parallel_env"),
         ("trainers not a number", TypeError, "num_trainers must be an integer, got '2'"),
-        ("no trainers", ValueError, "num_trainers=0"),
+        ("no trainers", ValueError, "num_trainers must be at least 1, got 0"),
         ("trainer_id", ValueError, "trainer_id=1"),
         ("trainer_id not a number", TypeError, "trainer_id must be an integer"),
         ("0", ValueError, "CPU_NUM is '0'; expected the number of CPU devices"),

@@ -15,7 +15,7 @@ from dpfuse.paddle.static.names import GRAD
 from dpfuse.paddle.static.program import Program
 from dpfuse.paddle.static.variable import Variable
 
-__all__ = ["Form", "fetch_names", "merged", "to_numpy", "unmerged"]
+__all__ = ["fetch_names", "merged", "to_numpy", "unmerged"]
 
 
 def fetch_names(fetch_list: Any, program: Program, known: Collection[str], gradients: bool) -> list[str]:
@@ -75,29 +75,6 @@ def unmerged(value: Any, name: str, return_numpy: bool) -> Any:
     """
     tensor = _tensor_of(value, name)
     return to_numpy(tensor, name) if return_numpy else tensor.clone()
-
-
-class Form:
-    """The form in which the values of several devices are returned.
-
-    Args:
-        return_numpy: True returns arrays, False tensors.
-        return_merged: True concatenates the values, False returns a list.
-    """
-
-    def __init__(self, return_numpy: bool, return_merged: bool) -> None:
-        self._return_numpy = return_numpy
-        self._return_merged = return_merged
-
-    def of(self, name: str, values: Sequence[Any]) -> Any:
-        """Return copies of the values of `name` on the devices.
-
-        Raises:
-            TypeError, ValueError: As for `merged` and `unmerged`.
-        """
-        if self._return_merged:
-            return merged(values, name, self._return_numpy)
-        return [unmerged(value, name, self._return_numpy) for value in values]
 
 
 def to_numpy(tensor: Tensor, name: str) -> np.ndarray[Any, Any]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
 from dpfuse import DPFuseError
 from dpfuse.paddle.static.declarations import Feed
+from dpfuse.paddle.static.input_spec import InputSpec, dtype_of
 from dpfuse.paddle.static.program import Program
 from dpfuse.paddle.static.variable import Variable, modules_recorded
 
@@ -110,21 +110,11 @@ def data(name: str, shape: Sequence[int | None], dtype: str | torch.dtype = "flo
     """
     if not isinstance(name, str) or not name:
         raise TypeError(f"name must be a string, got {name!r}")
-    if isinstance(shape, str) or not isinstance(shape, Sequence):
-        raise TypeError(f"shape must be a list of sizes, got {shape!r}; write None for a size that may differ")
-    if not all(size is None or (type(size) is int and size >= -1) for size in shape):
-        raise ValueError(f"shape of {name!r} is {list(shape)}; expected sizes >= 0, or None for one that may differ")
+    spec = InputSpec(shape, dtype_of(dtype, f"dtype of {name!r}"), name)
     if not _main.recorder.active:
         raise DPFuseError(
             f"data({name!r}) outside of program_guard; expected inside. Write `with "
             "program_guard(default_main_program()):` to build the default program."
         )
-    sizes = tuple(None if size == -1 else size for size in shape)
-    return _main.add_feed(Feed(name, sizes, _dtype(name, dtype)))
-
-
-def _dtype(name: str, dtype: Any) -> torch.dtype:
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"dtype of {name!r} is {dtype!r}; expected a name such as 'float32', or a torch dtype")
-    return found
+    sizes = tuple(None if size == -1 else size for size in spec.shape)
+    return _main.add_feed(Feed(name, sizes, spec.dtype))

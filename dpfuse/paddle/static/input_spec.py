@@ -51,7 +51,7 @@ class InputSpec:
     """
 
     def __init__(self, shape: Sequence[int | None], dtype: Any = "float32", name: str | None = None) -> None:
-        self.shape = _checked(shape)
+        self.shape = _checked(shape, name)
         self.dtype = dtype_of(dtype)
         if name is not None and not isinstance(name, str):
             raise TypeError(f"name must be a string or None, got {name!r}")
@@ -71,7 +71,7 @@ class InputSpec:
 
     def batch(self, batch_size: int | None) -> InputSpec:
         """Add a batch dimension in front, in place. Return the spec itself."""
-        self.shape = _checked([batch_size, *self.shape])
+        self.shape = _checked([batch_size, *self.shape], self.name)
         return self
 
     def unbatch(self) -> InputSpec:
@@ -90,13 +90,14 @@ class InputSpec:
     __hash__ = None  # type: ignore[assignment]  # batch() changes it in place
 
 
-def _checked(shape: Any) -> tuple[int, ...]:
+def _checked(shape: Any, name: str | None) -> tuple[int, ...]:
+    what = "" if name is None else f" of {name!r}"
     if not isinstance(shape, Sequence) or isinstance(shape, str):
-        raise TypeError(f"shape must be a list or tuple of sizes, got {shape!r}; pass for example [None, 784]")
+        raise TypeError(f"shape{what} must be a list or tuple of sizes, got {shape!r}; pass for example [None, 784]")
     sizes = [-1 if size is None else size for size in shape]
     for index, size in enumerate(sizes):
         if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < -1:
             raise ValueError(
-                f"shape[{index}]: got {shape[index]!r}, expected an integer >= 0, or None or -1 for any size"
+                f"shape[{index}]{what}: got {shape[index]!r}, expected an integer >= 0, or None or -1 for any size"
             )
     return tuple(int(size) for size in sizes)

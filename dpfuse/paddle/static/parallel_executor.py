@@ -14,7 +14,7 @@ from dpfuse import DPFuseError, reduce_replicas
 from dpfuse.paddle.static.device_thread import on_device
 from dpfuse.paddle.static.executor import program_and_scope
 from dpfuse.paddle.static.feed import Fed, given_feed, split_feed
-from dpfuse.paddle.static.fetch import Form, fetch_names
+from dpfuse.paddle.static.fetch import fetch_names, merged, unmerged
 from dpfuse.paddle.static.names import GRAD
 from dpfuse.paddle.static.places import cpu_places, cuda_places
 from dpfuse.paddle.static.program import Program
@@ -196,19 +196,25 @@ class ParallelExecutor:
                 self._give_up(replicas)
                 raise
         lasting = set(replicas[0].tensors)
-        form = Form(return_numpy, return_merged)
+
+        def fetched(name: str) -> Any:
+            values = [replica.value(name) for replica in replicas]
+            if return_merged:
+                return merged(values, name, return_numpy)
+            return [unmerged(value, name, return_numpy) for value in values]
+
         before, after = ([name for name in names if (name in lasting) == late] for late in (False, True))
         try:
-            values = {name: form.of(name, [replica.value(name) for replica in replicas]) for name in before}
+            found = {name: fetched(name) for name in before}
         finally:
             # Step even if a fetch fails, because the other trainers step, too.
             self._on_each(Replica.update, replicas)
             self._origin.mark()
             self._runs += 1
-        values |= {name: form.of(name, [replica.value(name) for replica in replicas]) for name in after}
+        found |= {name: fetched(name) for name in after}
         if self._runs % self._strategy.num_iteration_per_drop_scope == 0:
             self.drop_local_exe_scopes()
-        return [values[name] for name in names]
+        return [found[name] for name in names]
 
     def drop_local_exe_scopes(self) -> None:
         """Release the last run's intermediate values and gradients on all devices.

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from dpfuse.data.position import integer
+
 __all__ = ["CPUPlace", "CUDAPlace", "cpu_places", "cuda_places", "place_of"]
 
 
@@ -52,11 +54,7 @@ def cpu_places(device_count: int | None = None) -> list[torch.device]:
     """
     if device_count is None:
         device_count = _cpu_num()
-    if isinstance(device_count, bool) or not isinstance(device_count, int):
-        raise TypeError(f"device_count must be a number of devices, got {device_count!r}")
-    if device_count < 1:
-        raise ValueError(f"device_count must be at least 1, got {device_count}")
-    return [torch.device("cpu")] * device_count
+    return [torch.device("cpu")] * integer("device_count", device_count, 1)
 
 
 def cuda_places(device_ids: Sequence[int] | None = None) -> list[torch.device]:

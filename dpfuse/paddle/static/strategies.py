@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import Enum, auto
 from typing import Any
 
+from dpfuse.data.position import integer
 from dpfuse.paddle.static.names import suggestion
 
 __all__ = ["BuildStrategy", "ExecutionStrategy"]
@@ -86,11 +87,7 @@ class ExecutionStrategy(_Settings):
     _defaults = {"num_threads": 0, "num_iteration_per_drop_scope": 100}  # noqa: RUF012 - never written to
 
     def _check(self, name: str, value: Any) -> None:
-        least = 0 if name == "num_threads" else 1
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} must be an integer, got {value!r}")
-        if value < least:
-            raise ValueError(f"{name} must be at least {least}, got {value}")
+        integer(name, value, 0 if name == "num_threads" else 1)
 
 
 class BuildStrategy(_Settings):

@@ -9,6 +9,7 @@ from torch import Tensor
 
 import dpfuse
 from dpfuse import DPFuseError
+from dpfuse.data.position import integer
 from dpfuse.paddle.collectives import broadcast
 from dpfuse.paddle.static.replica import Replica
 
@@ -28,14 +29,9 @@ class Trainers:
     """
 
     def __init__(self, num_trainers: int, trainer_id: int) -> None:
-        for what, value in (("num_trainers", num_trainers), ("trainer_id", trainer_id)):
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{what} must be an integer, got {value!r}")
-        if num_trainers < 1 or not 0 <= trainer_id < num_trainers:
-            raise ValueError(
-                f"got num_trainers={num_trainers} and trainer_id={trainer_id}; expected at least one trainer, numbered "
-                "from 0"
-            )
+        integer("num_trainers", num_trainers, 1)
+        if integer("trainer_id", trainer_id, 0) >= num_trainers:
+            raise ValueError(f"got num_trainers={num_trainers} and trainer_id={trainer_id}; expected numbers from 0")
         self.count = num_trainers
         if num_trainers == 1:
             return
