@@ -8,7 +8,6 @@ import textwrap
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
@@ -43,40 +42,6 @@ def test_only_rank_0_prints(ranks):
         *["step 1/3", "step 2/3", "step 3/3"] * 2,
         "step 3/3",
     ]
-
-
-def freeze_after_construction(rank, size):
-    model = make_rank_model(rank)
-    model.network[0].weight.requires_grad_(False)
-    before = model.network[0].weight.clone()
-    model.fit(make_data(), batch_size=4, verbose=0)
-    assert torch.equal(model.network[0].weight, before)
-    return model.network[3].weight.tolist()
-
-
-def test_layers_may_be_frozen_before_fit(ranks):
-    first, second = ranks(freeze_after_construction)
-    assert first == second
-
-
-def load_everywhere(rank, size, path):
-    model = make_rank_model()
-    model.fit(make_data(), batch_size=4, verbose=0)
-    model.save(path)
-    dist.barrier()
-    other = make_rank_model()
-    other.load(path)
-    assert_same_parameters(model.network, other.network)
-    states = [each._stepper.optimizer.state_dict()["state"] for each in (model, other)]
-    for index, state in states[0].items():
-        assert torch.equal(state["momentum_buffer"], states[1][index]["momentum_buffer"])
-    for each in (model, other):
-        each.fit(make_data(), batch_size=4, verbose=0)
-    assert_same_parameters(model.network, other.network)
-
-
-def test_training_goes_on_from_a_file(ranks, tmp_path):
-    ranks(load_everywhere, str(tmp_path / "folder" / "model"))
 
 
 def test_what_cannot_be_shared_is_refused(rank, size):

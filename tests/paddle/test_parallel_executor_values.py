@@ -194,8 +194,6 @@ X, T = np.ones((4, 3), np.float32), np.ones((4, 2), np.float32)
         ({"x": X, "t": T[:3]}, ValueError, r"different lengths, \{'x': 4, 't': 3\}.*one dict per device"),
         ({"x": X, "t": np.float32(1)}, ValueError, r"feed\['t'\] has no dimension along which"),
         ({"x": X[:0], "t": T[:0]}, ValueError, "no rows in 'x'"),
-        ({"x": X}, ValueError, "feed lacks 't'"),
-        ({"x": X, "t": T, "u": T}, ValueError, "feed has 'u', which is no input"),
         ({"x": X[:1], "t": T[:1]}, DPFuseError, "1 samples of 'x' make only 1 chunks of 1, less than the 2 devices"),
         ([{"x": X, "t": T}], ValueError, "feed is a list of 1, expected one dict for each of the 2 devices"),
         ([{"x": X, "t": T}] * 3, ValueError, "feed is a list of 3"),
@@ -203,7 +201,6 @@ X, T = np.ones((4, 3), np.float32), np.ones((4, 2), np.float32)
         ([{"x": X, "t": T}, {"x": X}], ValueError, r"feed\[1\] lacks 't'"),
         ([{"x": X, "t": T}, {"x": X, "T": T}], ValueError, r"feed\[1\] has 'T'.*Known are"),
         (X, TypeError, "feed must be a dict of arrays by name, got ndarray"),
-        (None, ValueError, "feed lacks 'x', 't'"),
     ],
 )
 def test_a_wrong_feed_is_named_and_nothing_runs(feed, error, text):
@@ -218,9 +215,6 @@ def test_a_wrong_feed_is_named_and_nothing_runs(feed, error, text):
     ("fetch_list", "error", "text"),
     [
         (["los"], ValueError, "fetch_list: 'los' is no variable of the program. Did you mean 'loss'"),
-        (["outer.wieght@GRAD"], ValueError, "Did you mean 'outer.weight@GRAD'"),
-        ("loss", TypeError, "fetch_list must be a list"),
-        ([7], TypeError, "fetch_list: must be a variable or its name, got 7"),
         (["x@GRAD"], DPFuseError, "'x@GRAD' cannot be fetched: the loss does not depend"),
     ],
 )

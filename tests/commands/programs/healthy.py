@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-from training import batches, loss_of, net, run, seeded, trained
+from training import batches, loss_of, net, run, seeded, train, trained
 
 PROGRAMS = {}
 
@@ -21,10 +21,7 @@ def program(function):
 @program
 def plain(rank, size):
     model, optimizer = trained()
-    for x, y in batches():
-        optimizer.zero_grad()
-        loss_of(model(x), y).backward()
-        optimizer.step()
+    train(model, optimizer)
 
 
 @program
@@ -187,10 +184,7 @@ def states_of_the_optimizer_on_one_rank_each(rank, size):
 
     model = DistributedDataParallel(net())
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01)
-    for x, y in batches():
-        optimizer.zero_grad()
-        loss_of(model(x), y).backward()
-        optimizer.step()
+    train(model, optimizer)
 
 
 @program
@@ -198,10 +192,7 @@ def ranks_with_fewer_batches(rank, size):
     """A rank without inputs makes no more steps."""
     model, optimizer = trained()
     with model.join():
-        for x, y in batches(8 + 100 * rank):
-            optimizer.zero_grad()
-            loss_of(model(x), y).backward()
-            optimizer.step()
+        train(model, optimizer, batches(8 + 100 * rank))
 
 
 @program
@@ -226,10 +217,7 @@ def parameters_that_are_seldom_used(rank, size):
 def backbone_frozen_in_the_beginning(rank, size):
     model, optimizer = trained(find_unused_parameters=True)
     model.module[0].requires_grad_(False)
-    for x, y in batches():
-        optimizer.zero_grad()
-        loss_of(model(x), y).backward()
-        optimizer.step()
+    train(model, optimizer)
 
 
 @program
@@ -253,10 +241,7 @@ def sampler_with_its_epoch(rank, size):
     sampler = DistributedSampler(data, num_replicas=size, rank=rank, shuffle=True)
     for epoch in range(100):
         sampler.set_epoch(epoch)
-        for x, y in DataLoader(data, batch_size=4, sampler=sampler):
-            optimizer.zero_grad()
-            loss_of(model(x), y).backward()
-            optimizer.step()
+        train(model, optimizer, DataLoader(data, batch_size=4, sampler=sampler))
 
 
 @program
@@ -266,10 +251,7 @@ def samplers_in_order_and_of_a_validation(rank, size):
     data = TensorDataset(*(torch.randn(24 * size, width, generator=seeded(0)) for width in (4, 3)))
     in_order, validation = (DistributedSampler(data, size, rank, shuffle=shuffle) for shuffle in (False, True))
     for _ in range(100):
-        for x, y in DataLoader(data, batch_size=4, sampler=in_order):
-            optimizer.zero_grad()
-            loss_of(model(x), y).backward()
-            optimizer.step()
+        train(model, optimizer, DataLoader(data, batch_size=4, sampler=in_order))
         with torch.no_grad():
             for x, _ in DataLoader(data, batch_size=4, sampler=validation):
                 model(x)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-from training import batches, loss_of, net, run, seeded, trained
+from training import batches, loss_of, net, run, seeded, train, trained
 
 PROGRAMS = {}
 PLANT = 5  # the step in which something begins to be wrong, if it does not from the start
@@ -42,10 +42,7 @@ def switch_behind_the_forward(rank, size):
 def whole_training_in_no_sync(rank, size):
     model, optimizer = trained()
     with model.no_sync():
-        for x, y in batches():
-            optimizer.zero_grad()
-            loss_of(model(x), y).backward()
-            optimizer.step()
+        train(model, optimizer)
 
 
 @program
@@ -100,10 +97,7 @@ def loader_without_a_distributed_sampler(rank, size):
     model, optimizer = trained()
     data = TensorDataset(*(torch.randn(400, width, generator=seeded(0)) for width in (4, 3)))
     for epoch in range(100):
-        for x, y in DataLoader(data, batch_size=4, shuffle=True, generator=seeded(0, epoch)):
-            optimizer.zero_grad()
-            loss_of(model(x), y).backward()
-            optimizer.step()
+        train(model, optimizer, DataLoader(data, batch_size=4, shuffle=True, generator=seeded(0, epoch)))
 
 
 @program
@@ -147,10 +141,7 @@ def rank_0_stays_in_eval_mode(rank, size):
 def each_rank_wraps_with_a_group_of_its_own(rank, size):
     groups = [dist.new_group([other]) for other in range(size)]
     model, optimizer = trained(process_group=groups[rank])
-    for x, y in batches():
-        optimizer.zero_grad()
-        loss_of(model(x), y).backward()
-        optimizer.step()
+    train(model, optimizer)
 
 
 @program
@@ -159,10 +150,7 @@ def hook_clamps_gradients_of_rank_0(rank, size):
     if rank == 0:
         for param in model.parameters():
             param.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
-    for x, y in batches():
-        optimizer.zero_grad()
-        loss_of(model(x), y).backward()
-        optimizer.step()
+    train(model, optimizer)
 
 
 @program
@@ -181,10 +169,7 @@ def epoch_of_the_sampler_is_not_set(rank, size):
     data = TensorDataset(*(torch.randn(40 * size, width, generator=seeded(0)) for width in (4, 3)))
     sampler = DistributedSampler(data, num_replicas=size, rank=rank, shuffle=True)
     for _ in range(100):
-        for x, y in DataLoader(data, batch_size=4, sampler=sampler):
-            optimizer.zero_grad()
-            loss_of(model(x), y).backward()
-            optimizer.step()
+        train(model, optimizer, DataLoader(data, batch_size=4, sampler=sampler))
 
 
 # --- Calls around steps; "here" is the line that is named ---

@@ -36,6 +36,14 @@ def trained(lr=0.01, model=None, optimizer=torch.optim.SGD, **options):
     return model, optimizer(model.parameters(), lr=lr)
 
 
+def train(model, optimizer, data=None):
+    """Step on each batch of `data`, or of `batches()`, as a plain program does."""
+    for x, y in batches() if data is None else data:
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        optimizer.step()
+
+
 def run(programs):
     """Run the program that the command line names; the doctor ends it."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
