@@ -1,4 +1,4 @@
-"""`dpfuse bench`: the table, the recommendation, the chart and the JSON of a sweep."""
+"""`dpfuse bench`: the table, the recommendation and the JSON of a sweep."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from dpfuse.commands.chart import save_chart
 from dpfuse.commands.contenders import DEFAULT, TUNED, Sizes
 from dpfuse.commands.ranks import reports_here, run_on_ranks
 from dpfuse.commands.recommendation import recommend
-from dpfuse.commands.report_file import buckets_of, save_picture, size_of, write_report
+from dpfuse.commands.report_file import buckets_of, size_of, write_report
 from dpfuse.commands.report_folder import REPORT, make_folder
 from dpfuse.commands.sweep import Effort, Row, Sweep, sweep
 from dpfuse.commands.user_model import find_factory
@@ -70,8 +69,7 @@ def _report(found: Sweep, place: str, folder: Path, arguments: list[str]) -> Non
     ]
     facts = {"recommended": asdict(chosen), "rows": rows, "tuned": buckets_of(found.plan)}
     write_report(folder / REPORT, "bench", arguments, place, found.run, facts)
-    plot = save_picture(partial(save_chart, found, title=place), folder / "sweep.png")
-    print(f"report: {folder / REPORT}\nplot: {plot}")
+    print(f"report: {folder / REPORT}")
 
 
 def table(rows: tuple[Row, ...]) -> str:

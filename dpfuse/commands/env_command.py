@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from dpfuse.commands.machine import machine_facts, software_versions
+from dpfuse.job.devices import visible_gpus
 
 __all__ = ["environment_facts", "show_environment"]
 
@@ -41,7 +42,6 @@ def environment_facts() -> dict[str, Any]:
         >>> "gloo" in environment_facts()["back ends"]
         True
     """
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     machine = machine_facts(torch.device("cpu"))
     set_here = sorted(name for name in os.environ if name in HARMLESS or name.startswith(PREFIXES))
     return {
@@ -50,7 +50,7 @@ def environment_facts() -> dict[str, Any]:
         "cpu": machine["cpu"],
         "cores": machine["cores"],
         "memory, GB": _memory(),
-        "GPUs": [_gpu(index) for index in range(gpus)],
+        "GPUs": [_gpu(index) for index in range(visible_gpus())],
         "back ends": [name for name in BACKENDS if _has(name)],
         "variables": [f"{name}={os.environ[name]}" if name in HARMLESS else name for name in set_here],
     }

@@ -14,6 +14,7 @@ from dpfuse.comm.votes import agree_on_success
 from dpfuse.commands.user_model import Target, build
 from dpfuse.errors import DPFuseError
 from dpfuse.job import init_parallel_env, spawn
+from dpfuse.job.devices import visible_gpus
 from dpfuse.job.read_environment import RankEnvironment, read_environment
 from dpfuse.job.spawn_context import RankError
 
@@ -49,9 +50,8 @@ def run_on_ranks(function: Callable[..., Any], args: Sequence[Any], count: int |
                 "flag inside a job. Give it to the launcher, or remove RANK and WORLD_SIZE from the environment"
             )
         return _run(function, *args)
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     try:
-        context = spawn(_run, (function, *args), nprocs=count or gpus or RANKS_WITHOUT_GPUS)
+        context = spawn(_run, (function, *args), nprocs=count or visible_gpus() or RANKS_WITHOUT_GPUS)
     except ValueError as error:  # the number of ranks or the backend is not possible here
         raise DPFuseError(str(error)) from error
     except RankError as error:

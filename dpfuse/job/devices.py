@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-__all__ = ["check_backend", "choose_backend", "cores_per_rank", "cpu_count", "select_gpus"]
+__all__ = ["check_backend", "choose_backend", "cores_per_rank", "cpu_count", "select_gpus", "visible_gpus"]
 
 
 def check_backend(name: str, source: str) -> str:
@@ -44,6 +44,11 @@ def choose_backend() -> str:
     if wanted:
         return check_backend(wanted, "DPFUSE_BACKEND")
     return "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+
+
+def visible_gpus() -> int:
+    """Return the number of GPUs that this process sees."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def cpu_count() -> int:

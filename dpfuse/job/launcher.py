@@ -21,7 +21,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from dpfuse.job import rank_program
-from dpfuse.job.devices import cores_per_rank
+from dpfuse.job.devices import cores_per_rank, visible_gpus
 from dpfuse.job.failure import RankFailure, first_failure, read_record, shown
 from dpfuse.job.interfaces import interface_of, public_address
 from dpfuse.job.nodes import MASTER_PORT, Nodes
@@ -75,14 +75,6 @@ def _warn_of_public_address(args: argparse.Namespace) -> None:
         )
 
 
-def _visible_gpus(args: argparse.Namespace) -> int:
-    import torch
-
-    if not torch.cuda.is_available():
-        return 0
-    return torch.cuda.device_count() if args.gpus is None else len(args.gpus)
-
-
 def _prepare(args: argparse.Namespace, nodes: Nodes | None, cleanup: ExitStack) -> None:
     """Turn the command line into torchrun's, and set the variables that its ranks inherit."""
     variables: dict[str, str] = {}
@@ -128,9 +120,10 @@ def _prepare(args: argparse.Namespace, nodes: Nodes | None, cleanup: ExitStack) 
         args.log_dir = cleanup.enter_context(tempfile.TemporaryDirectory(prefix="dpfuse-launch-"))
     if wrapped:
         kind = "module" if args.module else "script"
+        gpus = visible_gpus() if args.gpus is None else min(len(args.gpus), visible_gpus())
         launch = rank_program.Launch(
             os.getpid(),
-            _visible_gpus(args),
+            gpus,
             hosts,
             own,
             args.worker_logs is not None,

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from dpfuse.job.devices import select_gpus
+from dpfuse.job.devices import select_gpus, visible_gpus
 from dpfuse.job.nodes import add_flags, read_nodes
 
 __all__ = ["PROGRAM", "parse", "say"]
@@ -154,7 +154,6 @@ def _settle_job_flags(args: argparse.Namespace) -> None:
 
 def _settle_ranks(args: argparse.Namespace) -> None:
     """Set the number of ranks on this machine (as text, for torchrun), and turn `args.gpus` into a list of cards."""
-    import torch
     from torch.distributed.run import determine_local_world_size
 
     if args.gpus is not None:
@@ -166,7 +165,7 @@ def _settle_ranks(args: argparse.Namespace) -> None:
         if args.nproc_per_node is None:
             args.nproc_per_node = str(len(args.gpus))
     if args.nproc_per_node is None:
-        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        gpus = visible_gpus()
         if not gpus:
             say("no GPU is visible: starting one rank on the CPU; use --nproc_per_node N to start more")
         args.nproc_per_node = str(gpus or 1)

@@ -24,6 +24,7 @@ from dpfuse.job.devices import (
     cores_per_rank,
     cpu_count,
     select_gpus,
+    visible_gpus,
 )
 from dpfuse.job.read_environment import environment, one_machine_variables
 from dpfuse.job.spawn_context import RankFolder, SpawnContext, began_path, error_path, result_path
@@ -120,16 +121,12 @@ def _check_options(options: Mapping[str, Any]) -> dict[str, Any]:
     return checked
 
 
-def _visible_gpus() -> int:
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
-
-
 def _count_ranks(nprocs: int, cards: Sequence[str] | None, backend: str) -> int:
     if isinstance(nprocs, bool) or not isinstance(nprocs, int):
         raise TypeError(f"spawn: nprocs must be an integer, got {nprocs!r}")
     if nprocs < 1 and nprocs != -1:
         raise ValueError(f"spawn: nprocs must be at least 1, or -1 for all GPUs (else all cores), got {nprocs}")
-    gpus = _visible_gpus()
+    gpus = visible_gpus()
     if cards is not None:
         if nprocs not in (-1, len(cards)):
             raise ValueError(
@@ -263,7 +260,7 @@ def _begin(
     # The kernel ends the ranks when the thread that forked them ends, so only the main thread may ask for it. A
     # fork server is another process.
     dies_with_us = start_method != "forkserver" and threading.current_thread() is threading.main_thread()
-    gpus = _visible_gpus() if cards is None else min(len(cards), _visible_gpus())
+    gpus = visible_gpus() if cards is None else min(len(cards), visible_gpus())
     job = _Job(variables, folder.name, os.getpid() if dies_with_us else 0, gpus, start_method == "fork", threads)
     # Also inherited, because the ranks import torch and the user's module before they run `_run_rank`.
     with environment(variables):

@@ -55,7 +55,6 @@ def test_the_door_measures_and_writes(tmp_path):
     assert recommend(rows).name == report["recommended"]["name"]
     assert table(tuple(rows)) in done.stdout
     assert report["recommended"]["reason"] in done.stdout
-    assert (tmp_path / "sweep.png").read_bytes()[1:4] == b"PNG"
     assert "contenders give the same gradients" in done.stderr
 
 

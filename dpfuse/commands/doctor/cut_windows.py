@@ -14,8 +14,8 @@ from typing import Any
 from dpfuse.trace.trace_file import HELD, LEFT, RESCALED, RankTrace
 
 __all__ = [
-    "Window", "changed_gradients", "class_of", "lost_batches", "name_list", "pairs_of", "parts_of", "reaches",
-    "repeats", "unaveraged_step", "windows_of",
+    "Window", "changed_gradients", "class_of", "full_name", "lost_batches", "name_list", "pairs_of", "parts_of",
+    "reaches", "repeats", "unaveraged_step", "windows_of",
 ]  # fmt: skip
 
 USUAL = 8  # windows of the same length, which show how long a window is meant to be
@@ -177,8 +177,13 @@ def pairs_of(trace: RankTrace) -> Iterator[tuple[int, str]]:
         names = set(facts["names"])
         for model in trace.models:
             number = str(model["number"])
-            if any((f"{number}:{name}" if model["number"] else name) in names for name in model["names"]):
+            if any(full_name(number, name) in names for name in model["names"]):
                 yield optimizer, number
+
+
+def full_name(model: str, name: str) -> str:
+    """Return the name that a parameter has in an optimizer: with the number of its model, if that is not the first."""
+    return name if model == "0" else f"{model}:{name}"
 
 
 def class_of(trace: RankTrace, optimizer: int) -> str:

@@ -155,9 +155,9 @@ def _examined(wish: Wish, folder: Path, arguments: list[str]) -> DoctorReport:
 
 
 def _gpus() -> int:
-    import torch
+    from dpfuse.job.devices import visible_gpus
 
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return visible_gpus()
 
 
 class _Series:

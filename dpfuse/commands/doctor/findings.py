@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from dpfuse.commands.doctor.cut_windows import changed_gradients, lost_batches, name_list, unaveraged_step
 from dpfuse.commands.doctor.hooked_gradients import changed_on_some_ranks
-from dpfuse.commands.doctor.loop_calls import clipped_while_scaled, never_zeroed, schedule_per_batch, zeroed_in_windows
+from dpfuse.commands.doctor.loop_calls import (
+    Seen,
+    clipped_while_scaled,
+    never_zeroed,
+    schedule_per_batch,
+    zeroed_in_windows,
+)
 from dpfuse.commands.doctor.not_finite import first_in_backward, first_not_finite
 from dpfuse.commands.doctor.runs import Run
 from dpfuse.commands.doctor.skipped_steps import skipped_of
@@ -28,7 +34,7 @@ from dpfuse.findings import (
     WEIGHTS,
     ZEROED_IN_WINDOW,
 )
-from dpfuse.trace.trace_file import BEFORE_STEP, HELD, MODULE_BUFFERS
+from dpfuse.trace.trace_file import BEFORE_STEP, HELD, MODULE_BUFFERS, RankTrace
 from dpfuse.weights.finding import kind_in
 
 __all__ = ["Finding", "findings_of", "remarks_of"]
@@ -43,6 +49,18 @@ LOST = 0.1  # of a step: less is not told
 NOTICED = 5e-3  # seconds of a step: a loader of a toy takes a tenth of nothing
 SHOWN = 3  # ranks of a list
 PASSES = 3  # over a sampler that shuffles, after which its epoch was to be set
+Look = Callable[[Mapping[int, RankTrace]], Seen | str | None]
+# Codes, titles and looks at traces. None is a finding: each may be right on purpose, and the text says how.
+LOOKS: tuple[tuple[str, str, Look], ...] = (
+    (CUT_WINDOW, "a step on gradients that are not averaged", unaveraged_step),
+    (CUT_WINDOW, "batches that teach nothing", lost_batches),
+    (CHANGED_IN_WINDOW, "gradients are changed inside a window", changed_gradients),
+    (NEVER_ZEROED, "gradients are never zeroed", never_zeroed),
+    (ZEROED_IN_WINDOW, "gradients are zeroed inside a window", zeroed_in_windows),
+    (CLIPPED_SCALED, "gradients are clipped while they are scaled", clipped_while_scaled),
+    (SCHEDULE_PER_BATCH, "a schedule is stepped after each batch", schedule_per_batch),
+    ("", "gradients are changed on some ranks", changed_on_some_ranks),
+)
 
 
 @dataclass(frozen=True)
@@ -95,7 +113,7 @@ def remarks_of(runs: Sequence[Run], link: Link | None) -> tuple[Finding, ...]:
         link: how gradients travel; None where it was not measured.
     """
     logged = [(run, finding) for run in runs for finding in _noted(run, "log") if finding.code not in LOGGED]
-    looks = (_in_windows, _in_calls, _own_hooks, _unstepped, _same_order, _own_buffers)
+    looks = (_in_traces, _unstepped, _same_order, _own_buffers)
     shown = [(run, finding) for run in runs for look in looks for finding in look(run)]
     counted = [(run, finding) for run in runs for finding in _each_averaged(run, link)]
     return _once([*logged, *shown, *counted])
@@ -330,39 +348,14 @@ def _adds_up(lines: Sequence[dict[str, Any]], model: str) -> bool:
     return True
 
 
-def _in_windows(run: Run) -> Iterator[Finding]:
-    """Yield what is odd about the backwards before a step."""
-    looks = (
-        (CUT_WINDOW, "a step on gradients that are not averaged", unaveraged_step),
-        (CUT_WINDOW, "batches that teach nothing", lost_batches),
-        (CHANGED_IN_WINDOW, "gradients are changed inside a window", changed_gradients),
-    )
-    for code, title, look in looks:
-        text = look(run.traces) if run.traces else None
-        if text is not None:
-            yield Finding(code, title, text, ())
-
-
-def _in_calls(run: Run) -> Iterator[Finding]:
-    """Yield what is odd about calls around steps."""
-    # None is a finding: each may be right on purpose, and the text says how.
-    looks = (
-        (NEVER_ZEROED, "gradients are never zeroed", never_zeroed),
-        (ZEROED_IN_WINDOW, "gradients are zeroed inside a window", zeroed_in_windows),
-        (CLIPPED_SCALED, "gradients are clipped while they are scaled", clipped_while_scaled),
-        (SCHEDULE_PER_BATCH, "a schedule is stepped after each batch", schedule_per_batch),
-    )
-    for code, title, look in looks:
-        seen = look(run.traces) if run.traces else None
-        if seen is not None:
+def _in_traces(run: Run) -> Iterator[Finding]:
+    """Yield what is odd about windows, about calls around steps, and about hooks."""
+    for code, title, look in LOOKS if run.traces else ():
+        seen = look(run.traces)
+        if isinstance(seen, Seen):
             yield Finding(code, title, seen.text, (), seen.step)
-
-
-def _own_hooks(run: Run) -> Iterator[Finding]:
-    """Yield that hooks of the program change gradients on some ranks alone."""
-    text = changed_on_some_ranks(run.traces) if run.traces else None
-    if text is not None:
-        yield Finding("", "gradients are changed on some ranks", text, ())
+        elif seen is not None:
+            yield Finding(code, title, seen, ())
 
 
 def _unstepped(run: Run) -> Iterator[Finding]:

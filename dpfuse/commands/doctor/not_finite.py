@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dpfuse.commands.doctor.cut_windows import name_list
+from dpfuse.commands.doctor.cut_windows import full_name, name_list
 from dpfuse.trace.trace_file import NOT_FINITE, SKIPPED, STEPPED, WEIGHTS, RankTrace
 
 __all__ = ["TITLE", "NotFinite", "first_in_backward", "first_not_finite"]
@@ -165,7 +165,7 @@ def _value(backward: dict[str, Any]) -> str:
 def _own(trace: RankTrace, backward: dict[str, Any]) -> list[str]:
     """Return the parameters whose gradient of this rank was not finite in a backward."""
     return [
-        f"{model}:{name}" if model != "0" else name
+        full_name(model, name)
         for model, places in backward.get(NOT_FINITE, {}).items()
         for name in _at(trace.models[int(model)]["names"], places)
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from dpfuse.commands.doctor.cut_windows import full_name
 from dpfuse.trace.trace_file import ABSENT, RankTrace
 
 __all__ = ["unstepped"]
@@ -26,22 +27,12 @@ def unstepped(traces: Mapping[int, RankTrace]) -> list[str]:
     found: list[str] = []
     for model in traces[0].models:
         number = str(model["number"])
-        texts = [
-            one["averaged"][number]
-            for line in traces[0].steps
-            for one in line["backwards"]
-            if number in one.get("averaged", {})
-        ]
-        weights = [
-            one["weights"][number]
-            for line in traces[0].steps
-            for one in line["forwards"]
-            if number in one.get("weights", {})
-        ]
+        averages = _texts(traces[0], "backwards", "averaged", number)
+        weights = _texts(traces[0], "forwards", "weights", number)
         names = {
-            place: f"{number}:{name}" if model["number"] else name
+            place: full_name(number, name)
             for place, name in enumerate(model["names"])
-            if _values(texts, place) - {ABSENT}
+            if _values(averages, place) - {ABSENT}
         }
         if stepped.isdisjoint(names.values()):
             continue
@@ -50,6 +41,12 @@ def unstepped(traces: Mapping[int, RankTrace]) -> list[str]:
             if not (name in stepped or is_short or len(_values(weights, place)) > 1):
                 found.append(name)
     return found
+
+
+def _texts(trace: RankTrace, kind: str, field: str, model: str) -> list[str]:
+    """Return the hashes of a model's parameters in each forward or backward that has them."""
+    lines = (one.get(field, {}) for line in trace.steps for one in line[kind])
+    return [one[model] for one in lines if model in one]
 
 
 def _values(texts: Sequence[str], place: int) -> set[str]:
