@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from dpfuse.paddle.meters import as_list
 from dpfuse.paddle.static.input_spec import InputSpec
 
 __all__ = ["BatchSplit"]
@@ -95,12 +96,10 @@ class BatchSplit:
 
 
 def _specs(given: Any, name: str) -> list[Spec]:
-    if given is None:
-        return []
     if isinstance(given, Mapping):
         named = given.items()
         given = [InputSpec(spec.shape, spec.dtype, key) if isinstance(spec, InputSpec) else spec for key, spec in named]
-    specs = list(given) if isinstance(given, (list, tuple)) else [given]
+    specs = as_list(given)
     for spec in specs:
         if not isinstance(spec, (InputSpec, str)):
             raise TypeError(f"{name} must be InputSpecs or names, or a list of them, got {spec!r}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 
 import torch
@@ -12,6 +11,7 @@ from dpfuse.data.position import integer
 from dpfuse.paddle.callback_base import Callback, Logs
 from dpfuse.paddle.counterparts import lacks
 from dpfuse.paddle.epoch_display import EpochDisplay
+from dpfuse.paddle.static.names import suggestion
 
 __all__ = ["Callback", "EarlyStopping", "LRScheduler", "ModelCheckpoint", "ProgBarLogger"]
 
@@ -208,9 +208,7 @@ class EarlyStopping(Callback):
         logs = logs or {}
         if self.monitor not in logs:
             known = [name for name in logs if name not in ("step", "batch_size")]
-            close = difflib.get_close_matches(self.monitor, known, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise ValueError(f"monitor: got {self.monitor!r}, expected one of {known}{hint}")
+            raise ValueError(f"monitor: the evaluation has no {self.monitor!r}. {suggestion(self.monitor, known)}")
         value = logs[self.monitor]
         current = float(value[0] if isinstance(value, (list, tuple)) else value)
         if self._sign * (self.best_value - current) > self.min_delta:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from dpfuse.paddle.static.names import suggestion
 
 __all__ = ["MixedPrecision"]
 
@@ -42,9 +43,7 @@ class MixedPrecision:
             raise TypeError(f"amp_configs must be None, a level ('O0', 'O1') or a dict, got {configs!r}")
         for key in configs:
             if key not in OPTIONS:
-                close = difflib.get_close_matches(str(key), OPTIONS, n=1)
-                hint = f"; did you mean {close[0]!r}?" if close else ""
-                raise ValueError(f"amp_configs: unknown key {key!r}, expected some of {', '.join(OPTIONS)}{hint}")
+                raise ValueError(f"amp_configs: unknown key {key!r}. {suggestion(key, OPTIONS)}")
         level = configs.get("level", "O1")
         if level == "O2":
             raise ValueError(

@@ -192,7 +192,7 @@ def test_early_stopping_refuses_what_it_cannot_watch():
     data = make_data(8)
     with pytest.raises(ValueError, match="expected 'auto'"):
         EarlyStopping(mode="least")
-    with pytest.raises(ValueError, match="did you mean 'loss'"):
+    with pytest.raises(ValueError, match="Did you mean 'loss'"):
         make_model().fit(data, data, verbose=0, callbacks=EarlyStopping("los"))
     with pytest.raises(ValueError, match="no eval_data"):
         make_model().fit(data, verbose=0, callbacks=EarlyStopping())

@@ -56,7 +56,7 @@ def test_without_mixed_precision_everything_is_float32(amp):
         ("O2", ValueError, "O2"),
         ("O3", ValueError, "expected 'O0' or 'O1'"),
         ({"level": "O2"}, ValueError, "not supported"),
-        ({"levle": "O1"}, ValueError, "did you mean 'level'"),
+        ({"levle": "O1"}, ValueError, "Did you mean 'level'"),
         ({"custom_white_list": {"conv2d"}}, ValueError, "unknown key"),
         ({"use_dynamic_loss_scaling": 1}, TypeError, "True or False"),
         (1, TypeError, "amp_configs"),

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from dpfuse.paddle.distributed.fleet.strategy_fields import INSTEAD, SUPPORTED, UNSUPPORTED
+from dpfuse.paddle.static.names import suggestion
 
 __all__ = ["DistributedStrategy"]
 
@@ -122,9 +123,7 @@ def _known_keys(name: str, value: Any, known: Mapping[str, Any]) -> Mapping[str,
         raise TypeError(f"strategy.{name} must be a dict, got {value!r} of type {type(value).__name__}")
     for key in value:
         if key not in known:
-            near = difflib.get_close_matches(str(key), known, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"expected some of {', '.join(known) or 'none'}"
-            raise AttributeError(f"strategy.{name} has no key {key!r}; {hint}")
+            raise AttributeError(f"strategy.{name} has no key {key!r}. {suggestion(key, known)}")
     return value
 
 
