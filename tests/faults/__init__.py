@@ -13,5 +13,5 @@ time. A program only tells what it sees; `judge` decides what came of it:
 - crash: a rank was ended by a signal that nobody planted.
 
 `python -m tests.faults` plays them all, prints the table and keeps it as a record in `bench/results/`;
-`python -m tests.faults --docs` writes the newest record's table into `docs/wrong/diagnosis.md#reliability`.
+`python -m tests.faults --docs` writes a summary of the newest record into `docs/wrong/diagnosis.md#reliability`.
 """

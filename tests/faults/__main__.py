@@ -18,7 +18,7 @@ from tests.faults.fault import Fault, Verdict
 from tests.faults.job import DDP
 from tests.faults.jobs import JobFault
 from tests.faults.player import playing
-from tests.faults.report import ALL, OURS, RESULTS, SUFFIX, entry, into_page, newest_record, table
+from tests.faults.report import ALL, OURS, RESULTS, SUFFIX, entry, groups, into_page, newest_record, table
 
 PAGE = ROOT / "docs" / "wrong" / "diagnosis.md"
 
@@ -29,14 +29,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", metavar="FAULT", help="only these, and no record")
     parser.add_argument("--faces", nargs="+", default=[OURS, DDP], choices=[OURS, DDP], help="only these wrappers")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the record (default: %(default)s)")
-    parser.add_argument("--docs", action="store_true", help="play nothing; write the newest record's table to the page")
+    parser.add_argument("--docs", action="store_true", help="play nothing; write the newest summary to the page")
     options = parser.parse_args(arguments)
     if options.docs:
         newest = newest_record()
         if newest is None:
             parser.error(f"there is no record in {RESULTS}; run it without --docs first")
         measurements = json.loads(newest.read_text())["measurements"]
-        PAGE.write_text(into_page(PAGE.read_text(), table(measurements)))
+        PAGE.write_text(into_page(PAGE.read_text(), groups(measurements)))
         return 0
     began, start = datetime.now().astimezone(), monotonic()
     machine = describe(gpu=False)  # before the faults, which take minutes: the files may change meanwhile

@@ -13,13 +13,21 @@ from tests.faults.faults import FAULTS
 from tests.faults.job import DDP
 from tests.faults.jobs import JOB_FAULTS, JobFault
 
-__all__ = ["ALL", "OURS", "entry", "into_page", "newest_record", "table"]
+__all__ = ["ALL", "OURS", "entry", "groups", "into_page", "newest_record", "table"]
 
 OURS = "dpfuse"
 ALL: Sequence[Fault | JobFault] = [*FAULTS, *JOB_FAULTS]
 BEGIN, END = "<!-- faults -->", "<!-- end of faults -->"
 RESULTS = ROOT / "bench" / "results"
 SUFFIX = "-faults.json"
+GROUPS = {
+    "1a": "models or options that differ between ranks",
+    "1b": "ranks that do different things, end or are silent",
+    "1c": "modules that change, other ways to call them",
+    "1e": "unusual tensors and numbers",
+    "1g": "weights that differ after a step",
+    "1f": "processes, launcher and checkpoints",
+}  # the beginning of a hazard -> what goes wrong
 
 
 def entry(fault: Fault | JobFault, face: str, verdict: Verdict) -> Entry:
@@ -44,9 +52,7 @@ def newest_record() -> Path | None:
 
 def table(measurements: Iterable[Mapping[str, Any]]) -> str:
     """Fault, outcome, seconds; dpfuse and DDP. In Markdown."""
-    rows: dict[str, dict[str, Mapping[str, Any]]] = {}
-    for measured in measurements:
-        rows.setdefault(measured["case"], {})[measured["variant"]] = measured
+    rows = _by_fault(measurements)
     lines = ["| fault | what happens | dpfuse | s | torch | s |", "| --- | --- | --- | --- | --- | --- |"]
     for name, faces in rows.items():
         cells = [f"`{name}`", next(iter(faces.values()))["info"]["done"]]
@@ -55,6 +61,33 @@ def table(measurements: Iterable[Mapping[str, Any]]) -> str:
             cells += ["", ""] if measured is None else [measured["info"]["outcome"], f"{measured['median']:.1f}"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, "", _summary(rows)])
+
+
+def groups(measurements: Sequence[Mapping[str, Any]]) -> str:
+    """For each group of faults: how many there are, and in how many each wrapper does what is expected. In Markdown."""
+    lines = ["| what goes wrong | faults | dpfuse as expected | torch as expected | torch wrong in silence |"]
+    lines.append("| --- | --- | --- | --- | --- |")
+    for begin, title in GROUPS.items():
+        infos = {
+            face: [
+                measured["info"]
+                for measured in measurements
+                if measured["variant"] == face and measured["info"]["hazard"].startswith(begin)
+            ]
+            for face in (OURS, DDP)
+        }
+        expected = [sum(info["as_expected"] for info in infos[face]) for face in (OURS, DDP)]
+        silent = sum(info["outcome"] == Outcome.CORRUPT.value for info in infos[DDP])
+        count = max(len(infos[OURS]), len(infos[DDP]))
+        lines.append(f"| {title} | {count} | {expected[0]} | {expected[1]} | {silent} |")
+    return "\n".join([*lines, "", _summary(_by_fault(measurements))])
+
+
+def _by_fault(measurements: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Mapping[str, Any]]]:
+    rows: dict[str, dict[str, Mapping[str, Any]]] = {}
+    for measured in measurements:
+        rows.setdefault(measured["case"], {})[measured["variant"]] = measured
+    return rows
 
 
 def _summary(rows: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:

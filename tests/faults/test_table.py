@@ -1,4 +1,4 @@
-"""The table of the faults, and the page that has it: what is promised there is proved somewhere."""
+"""The table of the faults, and the page that has its summary: what is promised is proved somewhere."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from tests.faults.fault import Outcome, Verdict
 from tests.faults.faults import BY_NAME
 from tests.faults.job import DDP
 from tests.faults.jobs import JOB_FAULTS
-from tests.faults.report import ALL, BEGIN, OURS, entry, into_page, newest_record, table
+from tests.faults.promises import PROMISES
+from tests.faults.report import ALL, BEGIN, GROUPS, OURS, entry, groups, into_page, newest_record, table
 
-PROMISES = PAGE.read_text().partition("## What is not promised")[0]
-PROOFS = [line.rstrip("| ").rpartition(" | ")[2] for line in PROMISES.splitlines() if line.startswith("| ")]
 NAMES = {fault.name for fault in ALL}
 
 
@@ -27,20 +26,19 @@ def exists(test: str) -> bool:
 
 
 def test_every_proof_that_is_named_exists() -> None:
-    proofs = [word for cell in PROOFS for word in re.findall(r"`([^`]+)`", cell)]
-    proofs += re.findall(r"`(tests/[^`]+)`", PAGE.read_text())
+    proofs = [proof for proofs in PROMISES.values() for proof in proofs]
+    proofs += re.findall(r"`(tests/[^`]+\.py::[^`]+)`", PAGE.read_text())
     assert len(proofs) > 60
     assert [proof for proof in proofs if not (exists(proof) if "::" in proof else proof in NAMES)] == []
 
 
 def test_every_promise_has_a_proof() -> None:
-    rows = [cell for cell in PROOFS if cell != "proof"]
-    assert len(rows) > 30
-    assert [row for row in rows if "`" not in row] == []
+    assert len(PROMISES) > 30
+    assert [promise for promise, proofs in PROMISES.items() if not proofs] == []
 
 
 def test_every_fault_proves_a_promise() -> None:
-    named = {word for cell in PROOFS for word in re.findall(r"`(\w+)`", cell)}
+    named = {proof for proofs in PROMISES.values() for proof in proofs}
     assert NAMES - named == set()
 
 
@@ -48,13 +46,14 @@ def test_what_jobs_are_held_to_in_every_run_of_the_tests_exists() -> None:
     assert [fault.test for fault in JOB_FAULTS if not exists(fault.test)] == []
 
 
-def test_the_page_has_the_table_of_the_newest_record() -> None:
+def test_the_page_has_the_summary_of_the_newest_record() -> None:
     path = newest_record()
     if path is None:
         pytest.skip("nothing is recorded: python -m tests.faults, then with --docs")
     record = json.loads(path.read_text())
     page = PAGE.read_text()
-    assert into_page(page, table(record["measurements"])) == page
+    assert into_page(page, groups(record["measurements"])) == page
+    assert f"`bench/results/{path.name}`" in page
     assert {row["case"] for row in record["measurements"]} == NAMES
 
 
@@ -67,6 +66,15 @@ def test_a_table_shows_both_and_counts() -> None:
     assert "| `plain` | nothing goes wrong |  |  | right | 1.0 |" in shown
     assert "dpfuse does what is expected in 1 of 1; torch does what is expected in 1 of 2, and is wrong in" in shown
     assert "in silence in 1." in shown
+
+
+def test_a_summary_counts_each_group() -> None:
+    assert {fault.hazard[:2] for fault in ALL} == GROUPS.keys()
+    right, wrong = Verdict(Outcome.RIGHT, 1.0, 0, ""), Verdict(Outcome.CORRUPT, 2.04, 0, "")
+    fault = BY_NAME["unused_one_rank"]
+    shown = groups([vars(row) for row in (entry(fault, OURS, right), entry(fault, DDP, wrong))])
+    assert f"| {GROUPS['1b']} | 1 | 1 | 0 | 1 |" in shown
+    assert f"| {GROUPS['1a']} | 0 | 0 | 0 | 0 |" in shown
 
 
 def test_the_right_mean_is_as_good_as_an_error() -> None:
