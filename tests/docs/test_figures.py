@@ -227,12 +227,13 @@ def test_what_metrics_cost_is_what_was_measured():
 
 
 def test_what_the_doctor_has_told_is_what_was_recorded():
-    text = (ROOT / "docs/start/try_it.md").read_text()
+    text = " ".join((ROOT / "docs/wrong/doctor.md").read_text().split())
     (name,) = re.findall(r"bench/results/([\w-]+-doctor)\.json", text)
     counts = record(name)["counts"]
     healthy = counts.pop("healthy")
     right, of = (sum(count[key] for count in counts.values()) for key in ("right", "of"))
-    assert f"It tells {right} of {of}. It names nothing in {healthy['right'] // 2} right programs" in text
+    assert f"It tells {right} of {of} programs with one thing wrong." in text
+    assert f"It names nothing in {healthy['right'] // 2} right programs, on two ranks and on three" in text
     assert healthy["right"] == healthy["of"]  # on two ranks and on three
 
 
