@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import nn
@@ -45,7 +45,7 @@ class DataParallel(SyncedModule):
         comm_buffer_size: a bucket is sent once its gradients reach this many MB (1048576 bytes; fractions
             are fine). 0 sends every gradient alone, `inf` one bucket per dtype. None begins with 25; the buckets
             that are made after the first backward may be larger by a tenth of the model, on GPUs and between
-            machines. "auto" begins as None and calls `dpfuse.autotune`, whose result is in `tuning`.
+            machines.
         last_comm_buffer_size: the same, in MB, for the bucket that is sent when backward ends.
         find_unused_parameters: True leaves out the warning that names parameters without gradient. A
             bucket then waits only for those that the graph of the backward reaches.
@@ -82,7 +82,7 @@ class DataParallel(SyncedModule):
         self,
         layers: nn.Module,
         strategy: Any = None,
-        comm_buffer_size: float | Literal["auto"] | None = None,
+        comm_buffer_size: float | None = None,
         last_comm_buffer_size: float = 1,
         find_unused_parameters: bool = False,
         group: dist.ProcessGroup | None = None,
@@ -97,16 +97,14 @@ class DataParallel(SyncedModule):
         if strategy is not None:
             warn_at_user(DeprecationWarning("strategy is deprecated and ignored; leave it out"))
         self.module = layers
-        auto = isinstance(comm_buffer_size, str) and comm_buffer_size == "auto"
         self._options = SyncOptions(
-            None if auto else comm_buffer_size,  # type: ignore[arg-type]
+            comm_buffer_size,
             last_comm_buffer_size,
             find_unused_parameters,
             gradient_as_bucket_view,
             broadcast_buffers,
             common,
             gradient_scale,
-            autotune=auto,
         )
         nn.Module.register_load_state_dict_pre_hook(self, accept_unprefixed)
         self._connect(resolve_group(group), fresh=True)

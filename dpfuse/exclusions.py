@@ -73,9 +73,8 @@ EXCLUSIONS = (
         "ranks may run different numbers of forwards, which may write no buffer",
         "Leave {option} out: buffers are sent when the module is wrapped.",
     ),
-    Exclusion("given plan", ("auto",), '"auto" looks for a plan', "Leave plan out, or the size."),
     Exclusion("given plan", ("bucket rule",), "the plan says which parameters travel together", LEAVE_ONE),
-    Exclusion("bucket_cap_mb_list", ("auto",), '"auto" looks for the sizes', LEAVE_ONE),
+    Exclusion("bucket_cap_mb_list", ("auto",), 'plan="auto" looks for the sizes', LEAVE_ONE),
     Exclusion("hook", OF_SUMS, "a hook adds up as it likes", "Leave {option} out, or register no hook."),
     Exclusion(
         "hook", ("ShardedOptimizer",), "a hook returns whole gradients", "Use a plain optimizer, or register no hook."

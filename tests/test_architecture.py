@@ -21,7 +21,7 @@ from tests.house import ENTRIES, MODULES, ROOT, SOURCES, floors, imports_of, lay
 FACES = {"data_parallel", "wrapper", "manual", "grad_scaler"}
 WINGS = {"ddp", "paddle", "tune", "commands", "integrations"}
 OPEN_TO_ALL = {"errors", "exclusions", "version"}
-# A size of "auto" asks for the tuner when a wrapper was made.
+# plan="auto" asks for the tuner when a wrapper was made.
 CALLS_THE_TUNER = {"dpfuse.data_parallel -> dpfuse.tune"}
 
 

@@ -101,7 +101,7 @@ def _changes(row: Row) -> int:
 
 def _arguments(row: Row) -> str:
     if row.name == TUNED:
-        return 'comm_buffer_size="auto"'
+        return 'plan="auto"'
     assert row.sizes is not None
     names = ("comm_buffer_size", "last_comm_buffer_size")
     return ", ".join(

@@ -114,7 +114,7 @@ def _report(found: Tuned, place: str, folder: Path, arguments: list[str], save: 
     if tuning.kept and save is None:
         print(
             'to train with these buckets, run `dpfuse tune --save plan.json` and pass plan="plan.json", or pass '
-            'comm_buffer_size="auto"; `dpfuse bench` measures the gain'
+            'plan="auto"; `dpfuse bench` measures the gain'
         )
     elif save is None:
         print("keep the default sizes")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -60,8 +60,7 @@ class DistributedDataParallel(TorchHooks, Joinable):
         init_sync: False trusts that all ranks hold the same model: nothing is compared or sent.
         process_group: None is the default group.
         bucket_cap_mb: MB (1048576 bytes) at which a bucket is sent; None is 25, with 1 for the last one, and after the
-            first backward a tenth of the model more, on GPUs and between machines. "auto" begins as None, and calls
-            `dpfuse.autotune`, whose result is in `tuning`.
+            first backward a tenth of the model more, on GPUs and between machines.
         find_unused_parameters: True leaves out the warning that names unused parameters. They get the right mean
             either way. A bucket then waits only for those that the graph of the backward reaches.
         check_reduction: deprecated in torch, ignored.
@@ -108,7 +107,7 @@ class DistributedDataParallel(TorchHooks, Joinable):
         broadcast_buffers: bool | None = None,
         init_sync: bool = True,
         process_group: dist.ProcessGroup | None = None,
-        bucket_cap_mb: float | Literal["auto"] | None = None,
+        bucket_cap_mb: float | None = None,
         find_unused_parameters: bool = False,
         check_reduction: bool = False,
         gradient_as_bucket_view: bool = False,
@@ -187,7 +186,6 @@ class DistributedDataParallel(TorchHooks, Joinable):
             ignored=ignored,
             send_buffers_at_start=at_start,
             rule=rule,
-            autotune=sizes.auto,
         )
         self.bucket_bytes_cap = sizes.in_bytes
         self.bucket_bytes_cap_list = list(sizes.caps)

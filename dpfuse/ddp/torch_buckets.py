@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor, nn
 
 from dpfuse.engine.plan import DEFAULT_SIZE, MB, BucketRule, size_in_bytes
-from dpfuse.exclusions import refuse
+from dpfuse.model.options import refuse_auto
 
 __all__ = ["BucketSizes", "rule_of"]
 
@@ -23,25 +23,22 @@ class BucketSizes:
     Example:
         >>> from dpfuse.ddp.torch_buckets import BucketSizes
         >>> BucketSizes.of(None, [1, 5])
-        BucketSizes(cap_mb=5, small_mb=5, caps=(1048576, 5242880), auto=False)
+        BucketSizes(cap_mb=5, small_mb=5, caps=(1048576, 5242880))
     """
 
     cap_mb: float
     small_mb: float
     caps: tuple[float, ...] = ()  # bytes
-    auto: bool = False  # whether the sizes are only those to begin with
 
     @classmethod
-    def of(cls, cap_mb: float | Literal["auto"] | None, cap_mb_list: Sequence[float] | None) -> BucketSizes:
+    def of(cls, cap_mb: float | None, cap_mb_list: Sequence[float] | None) -> BucketSizes:
         """The two arguments, checked.
 
         Raises:
             TypeError: no number, or no sequence of numbers.
-            ValueError: a negative number, or NaN; "auto" and a list.
+            ValueError: a negative number, or NaN; "auto".
         """
-        if cap_mb == "auto" and cap_mb_list:
-            in_use = {"auto": 'bucket_cap_mb="auto"'}
-            refuse("bucket_cap_mb_list", "bucket_cap_mb_list was passed with", in_use, ValueError)
+        refuse_auto("bucket_cap_mb", cap_mb)
         if cap_mb_list is not None and (isinstance(cap_mb_list, str) or not isinstance(cap_mb_list, Sequence)):
             raise TypeError(
                 f"bucket_cap_mb_list must be a list of sizes in MB, got {cap_mb_list!r} of type "
@@ -50,8 +47,8 @@ class BucketSizes:
         if cap_mb_list:
             caps = tuple(size_in_bytes(cap, "each of bucket_cap_mb_list") for cap in cap_mb_list)
             return cls(max(cap_mb_list), max(cap_mb_list), caps)
-        if cap_mb is None or cap_mb == "auto":
-            return cls(DEFAULT_SIZE, SMALL_CAP_MB, auto=cap_mb is not None)
+        if cap_mb is None:
+            return cls(DEFAULT_SIZE, SMALL_CAP_MB)
         size_in_bytes(cap_mb, "bucket_cap_mb")
         return cls(cap_mb, cap_mb)
 

@@ -72,7 +72,7 @@ def check_module(
         )
     _check_grad_dtypes(trainable)
     specs = [spec for spec in describe_parameters(module, kept=kept) if spec.name in trainable]
-    ramp_ranks = group.size() if group is not None and options.common["plan"] == "ramp" else 0
+    ramp_ranks = group.size() if group is not None and options.common["plan"] in ("ramp", "auto") else 0
     size = options.comm_buffer_size
     rule = replace(options.rule, ramp_ranks=ramp_ranks, grows=size is None)
     size = DEFAULT_SIZE if size is None else size

@@ -21,9 +21,9 @@ from dpfuse.engine.averaging import Wire, averaging_for
 from dpfuse.engine.plan import NO_WISHES, BucketPlan, BucketRule
 from dpfuse.errors import DPFuseError
 from dpfuse.exclusions import refuse
-from dpfuse.model.plan_file import given_plan
+from dpfuse.model.plan_file import RULES, given_plan
 
-__all__ = ["CommonOptions", "SyncOptions", "filled", "of_earlier_version", "takes_common_options"]
+__all__ = ["CommonOptions", "SyncOptions", "filled", "of_earlier_version", "refuse_auto", "takes_common_options"]
 
 Face = TypeVar("Face", bound=type)
 WIDTH = 112  # columns of a docstring
@@ -203,14 +203,16 @@ class CommonOptions(TypedDict, total=False):
         ),
     ]
     plan: Annotated[
-        Literal["ramp", "greedy"] | BucketPlan | str | os.PathLike[str],
+        Literal["ramp", "greedy", "auto"] | BucketPlan | str | os.PathLike[str],
         Option(
             "ramp",
             "how gradients are put into buckets after the first synchronised backward, which shows their order. "
             '"ramp" makes the first and the last bucket small and those between them a fifth of the model, or a '
             'quarter on CPUs, within the sizes that were passed. "greedy" fills each bucket up to its size, as before '
-            "that backward. Models of less than 512 KB, or 4 MB on a CPU, are always cut like that. A `BucketPlan`, or "
-            "the path of a file that `plan.save()` wrote, gives the buckets themselves, from the first backward on.",
+            "that backward. Models of less than 512 KB, or 4 MB on a CPU, are always cut like that. "
+            '"auto" begins as "ramp" and calls `dpfuse.autotune`, which measures some backwards and chooses buckets '
+            "of any size; its result is in `tuning`. A `BucketPlan`, or the path of a file that `plan.save()` wrote, "
+            "gives the buckets themselves, from the first backward on.",
             _rule_or_plan,
         ),
     ]
@@ -281,6 +283,8 @@ def of_earlier_version(options: SyncOptions, face: type) -> SyncOptions:
                 "wire_dtype=(torch.bfloat16, torch.float32). Load its weights into a new wrapper."
             )
         common["wire_dtype"] = (common["wire_dtype"], torch.float32)
+    if vars(options).get("autotune"):  # it had "auto" as a size
+        common["plan"] = "auto"
     return replace(options, common=filled(cast(CommonOptions, common), face))
 
 
@@ -326,7 +330,6 @@ class SyncOptions:
     ignored: frozenset[str] = frozenset()  # parameters and buffers to leave alone, by name
     send_buffers_at_start: bool = True
     rule: BucketRule = NO_WISHES  # for the buckets
-    autotune: bool = False  # whether the sizes are only those to begin with
     seed: int = 0  # of fixed micro-batches, that of rank 0; the wrapper finds out
     steps: int = 0  # of fixed micro-batches that are done; a copy goes on from there
     threads: int = 0  # with which fixed micro-batches are computed; the wrapper sets it
@@ -335,9 +338,10 @@ class SyncOptions:
     def check(self) -> None:
         """Raises TypeError or ValueError for a value that cannot be used; the planner checks the sizes."""
         common = self.common
+        refuse_auto("comm_buffer_size", self.comm_buffer_size)
         if isinstance(self.comm_buffer_size, str):
             raise TypeError(
-                f'comm_buffer_size must be a number of MB, None or "auto", got {self.comm_buffer_size!r} of type str; '
+                f"comm_buffer_size must be a number of MB or None, got {self.comm_buffer_size!r} of type str; "
                 "pass for example comm_buffer_size=25"
             )
         for name in ("find_unused_parameters", "gradient_as_bucket_view", "broadcast_buffers"):
@@ -386,7 +390,12 @@ class SyncOptions:
     @property
     def follows_rule(self) -> bool:
         """Whether buckets are made by a rule, and not given."""
-        return self.common["plan"] in ("ramp", "greedy")
+        return self.common["plan"] in RULES
+
+    @property
+    def autotune(self) -> bool:
+        """Whether the buckets of the rule are only those to begin with."""
+        return self.common["plan"] == "auto"
 
     @cached_property
     def wire(self) -> Wire:
@@ -430,7 +439,8 @@ class SyncOptions:
             ("check_finite raises", common["check_finite"] == "raise", "check_finite='raise'"),
             ("mixed_precision", self.forward_dtype is not None, "mixed_precision"),
             ("given plan", not self.follows_rule, "a plan"),
-            ("auto", self.autotune, '"auto" as the buffer size'),
+            ("bucket_cap_mb_list", bool(self.rule.caps), "bucket_cap_mb_list"),
+            ("auto", self.autotune, 'plan="auto"'),
             ("bucket rule", self.rule != NO_WISHES, "bucket_cap_mb_list or delay_all_reduce_named_params"),
             ("wire", common["wire_dtype"] is not None, wire_dtype),
             ("another reduce_dtype", self.reduce_dtype not in (None, _travelling(common["wire_dtype"])), reduce_dtype),
@@ -438,6 +448,15 @@ class SyncOptions:
             ("float8 wire", wire.is_fp8, travels),
         ]
         return in_use | {name: words for name, holds, words in others if holds}
+
+
+def refuse_auto(name: str, size: Any) -> None:
+    """Raise ValueError where "auto" was passed as a size, as in earlier versions."""
+    if isinstance(size, str) and size == "auto":
+        raise ValueError(
+            f'{name}="auto" was passed, expected a number of MB or None. Pass plan="auto", which measures some '
+            "backwards and chooses the buckets."
+        )
 
 
 def _travelling(wire_dtype: torch.dtype | tuple[torch.dtype, torch.dtype] | None) -> torch.dtype | None:

@@ -13,8 +13,9 @@ from dpfuse.engine.param_spec import ParamSpec
 from dpfuse.engine.plan import PLAN_FORMAT, BucketPlan
 from dpfuse.model.plan_from_groups import plan_from_groups
 
-__all__ = ["fitted", "given_plan", "load_plan", "plan_digest"]
+__all__ = ["RULES", "fitted", "given_plan", "load_plan", "plan_digest"]
 
+RULES = ("ramp", "greedy", "auto")  # what a user can name in place of a plan; "auto" begins as "ramp"
 REMEDY = "Make the file again with plan.save() or `dpfuse tune --save`"
 
 
@@ -68,9 +69,9 @@ def given_plan(value: Any) -> BucketPlan | None:
     """
     if isinstance(value, BucketPlan):
         return value
-    if value in ("ramp", "greedy"):
+    if value in RULES:
         return None
-    expected = 'expected "ramp", "greedy", a BucketPlan, or the path of a file that plan.save() wrote'
+    expected = 'expected "ramp", "greedy", "auto", a BucketPlan, or the path of a file that plan.save() wrote'
     if not isinstance(value, (str, os.PathLike)):
         raise TypeError(f"plan must be a rule or a plan, got {value!r} of type {type(value).__name__}; {expected}")
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from typing import Any, Literal
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -42,7 +42,7 @@ class DataParallel(dpfuse.DataParallel):
         self,
         layers: nn.Module,
         strategy: Any = None,
-        comm_buffer_size: float | Literal["auto"] | None = 25,
+        comm_buffer_size: float | None = 25,
         last_comm_buffer_size: float = 1,
         find_unused_parameters: bool = False,
         group: dist.ProcessGroup | None = None,

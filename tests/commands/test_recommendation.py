@@ -35,12 +35,12 @@ PEERS = [row("no averaging", None, 1.0), row("torch DDP", None, 5.0)]
         ([row("25 / 0.1 MB", (25.0, 0.1), 9.0)], "last_comm_buffer_size=0.1"),
         ([row("8 / 0.1 MB", (8.0, 0.1), 9.0)], "comm_buffer_size=8, last_comm_buffer_size=0.1"),
         ([row("inf / 0 MB", (float("inf"), 0.0), 9.0)], 'comm_buffer_size=float("inf"), last_comm_buffer_size=0'),
-        ([tuned(9.0)], 'comm_buffer_size="auto"'),
+        ([tuned(9.0)], 'plan="auto"'),
         # One size is simpler than two, and two are simpler than tuning, where they are as fast.
         ([row("a", (8.0, 0.1), 9.0), row("b", (8.0, 1.0), 9.1)], "comm_buffer_size=8"),
         ([row("a", (8.0, 0.1), 9.0), row("b", (8.0, 1.0), 9.5)], "comm_buffer_size=8, last_comm_buffer_size=0.1"),
         ([tuned(8.95), row("a", (8.0, 0.1), 9.0)], "comm_buffer_size=8, last_comm_buffer_size=0.1"),
-        ([tuned(8.0), row("a", (8.0, 0.1), 9.0)], 'comm_buffer_size="auto"'),
+        ([tuned(8.0), row("a", (8.0, 0.1), 9.0)], 'plan="auto"'),
         # Of two that are equally simple, the faster one.
         ([row("a", (8.0, 1.0), 9.0), row("b", (2.0, 1.0), 8.9)], "comm_buffer_size=2"),
     ],

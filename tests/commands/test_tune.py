@@ -65,7 +65,7 @@ def test_ranks_are_started_and_a_report_is_left(tmp_path, capsys, monkeypatch):
     report = check_folder(folder, ranks=2)
     printed = capsys.readouterr().out
     assert "before: " in printed
-    assert ('comm_buffer_size="auto"' in printed) == report["kept"]
+    assert ('plan="auto"' in printed) == report["kept"]
     assert "no plan.png: it needs matplotlib" in printed
     assert sorted(path.name for path in folder.iterdir()) == ["report.json", "trace.json"]
 

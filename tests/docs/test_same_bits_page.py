@@ -68,7 +68,7 @@ def test_the_page_names_all_that_the_option_excludes() -> None:
     said = {
         "wire": "`wire_dtype`",
         "narrow wire": "`wire_dtype`",
-        "auto": '"auto" as a size',
+        "auto": '`plan="auto"`',
         "hook": "communication hooks",
         "weight": "`set_gradient_weight`",
         "DTensor": "DTensors",

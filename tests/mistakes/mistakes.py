@@ -110,7 +110,7 @@ def buffer_of(_, bucket):
 
 
 MB, NUMBER, MODULE = "must be a number of MB", "expected one of", "must be a torch.nn.Module"
-PLAN_REMEDY = 'expected "ramp", "greedy", a BucketPlan, or the path'
+PLAN_REMEDY = 'expected "ramp", "greedy", "auto", a BucketPlan, or the path'
 SIZE_REMEDY = "0 puts every parameter alone"
 
 MISTAKES: dict[str, Mistake] = {
@@ -219,20 +219,27 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "auto and a list of sizes": option(
         "bucket_cap_mb_list was passed",
-        'with bucket_cap_mb="auto"',
+        'with plan="auto"',
         "expected one of the two",
         "Leave out one",
         face=DDP,
-        bucket_cap_mb="auto",
+        plan="auto",
         bucket_cap_mb_list=[1],
     ),
-    "auto and a plan": option(
-        "a plan was passed",
-        'with "auto"',
-        "expected one of the two",
-        "Leave plan out",
+    "auto as a size": option(
+        "comm_buffer_size",
+        'comm_buffer_size="auto" was passed',
+        "expected a number of MB or None",
+        'Pass plan="auto"',
         comm_buffer_size="auto",
-        plan=dpfuse.plan_buckets(net()),
+    ),
+    "auto as a size, for DDP": option(
+        "bucket_cap_mb",
+        'bucket_cap_mb="auto" was passed',
+        "expected a number of MB or None",
+        'Pass plan="auto"',
+        face=DDP,
+        bucket_cap_mb="auto",
     ),
     # Other options
     "a typing error in the name of an option": option(

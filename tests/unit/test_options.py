@@ -112,5 +112,8 @@ def test_options_of_an_earlier_version_keep_their_meaning():
     for reduce in ("ring", None):
         assert read(wire_dtype=torch.bfloat16, wire_reduce=reduce).common["wire_dtype"] == torch.bfloat16
     assert read(grad_norm_in_backward=True) == options_with()
+    tuned = options_with()
+    vars(tuned)["autotune"] = True  # a field then
+    assert of_earlier_version(tuned, dpfuse.DataParallel).autotune
     with pytest.raises(dpfuse.DPFuseError, match=r"pickled with wire_reduce='fp32' and no wire_dtype, expected a pair"):
         read(wire_reduce="fp32")

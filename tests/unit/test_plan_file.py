@@ -78,7 +78,11 @@ def test_a_plan_of_another_model_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("value", "error", "text"),
     [
-        ("ramps", ValueError, 'plan is \'ramps\', which cannot be read: No such file.*expected "ramp", "greedy"'),
+        (
+            "ramps",
+            ValueError,
+            'plan is \'ramps\', which cannot be read: No such file.*expected "ramp", "greedy", "auto"',
+        ),
         (3, TypeError, 'got 3 of type int; expected "ramp"'),
         (None, TypeError, 'got None of type NoneType; expected "ramp"'),
     ],
@@ -86,11 +90,6 @@ def test_a_plan_of_another_model_is_named(tmp_path):
 def test_what_is_no_plan_is_refused(value, error, text):
     with pytest.raises(error, match=text):
         dpfuse.DataParallel(net(), plan=value)
-
-
-def test_a_plan_and_auto_exclude_each_other(tmp_path):
-    with pytest.raises(ValueError, match=r'plan was passed with "auto".*one of the two'):
-        dpfuse.DataParallel(net(), comm_buffer_size="auto", plan=dpfuse.plan_buckets(net()))
 
 
 def test_the_device_of_the_model_counts(tmp_path):

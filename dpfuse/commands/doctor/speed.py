@@ -48,7 +48,7 @@ SLOWEST = 0.8  # of the steps in which one rank is the slowest
 COMPARED = ("torch", "dpfuse")
 ADVISED = {  # what a run of advice tries, and the argument of the class that the doctor runs
     "narrow": ("send 16 bits", "wire_dtype=torch.bfloat16; gradients are rounded; of dpfuse.DistributedDataParallel"),
-    "tuned": ("let the tuner choose the buckets", 'bucket_cap_mb="auto"; of dpfuse.DistributedDataParallel'),
+    "tuned": ("let the tuner choose the buckets", 'plan="auto"; of dpfuse.DistributedDataParallel'),
 }
 FEWER = "with contextlib.nullcontext() if (index + 1) % {count} == 0 else model.no_sync(): …, and step as often"
 

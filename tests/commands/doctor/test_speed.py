@@ -168,7 +168,7 @@ def test_short_messages_are_not_made_shorter():
             42,
             0.02,
             "let the tuner choose the buckets: a step took 70 ms in a run with it, and 100 without; "
-            'bucket_cap_mb="auto"; of dpfuse.DistributedDataParallel',
+            'plan="auto"; of dpfuse.DistributedDataParallel',
         ),
         ("tuned", 36, 0.02, ""),  # too few steps behind the tuner's
     ],

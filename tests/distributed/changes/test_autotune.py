@@ -142,7 +142,7 @@ def test_a_module_that_changes_is_recorded_anew(ranks, when):
 
 
 def test_copies_are_neither_recorded_nor_tuned(rank, size):
-    model = dpfuse.DataParallel(net(4, 4), comm_buffer_size="auto")
+    model = dpfuse.DataParallel(net(4, 4), plan="auto")
     for number in range(4):
         step(model, number, 4)
     if rank == 0:  # a copy on one rank, say for an average of the weights, communicates nothing

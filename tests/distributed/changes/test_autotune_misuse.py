@@ -70,7 +70,7 @@ def test_ranks_that_call_it_differently_raise_and_may_repair_it(ranks, who):
 
 
 def automatic(rank, size):
-    model = dpfuse.DataParallel(net(), comm_buffer_size="auto")
+    model = dpfuse.DataParallel(net(), plan="auto")
     for number in range(13):
         grads = step(model, number)
     assert model.tuning.done
@@ -78,7 +78,7 @@ def automatic(rank, size):
     return model.bucket_plan.layout, grads
 
 
-def test_auto_is_a_size(ranks):
+def test_auto_is_a_plan(ranks):
     (plan, grads), (other, others) = ranks(automatic, timeout=90)
     assert plan == other
     assert all(map(torch.equal, grads, others))
@@ -86,18 +86,25 @@ def test_auto_is_a_size(ranks):
 
 def test_other_words_are_refused_and_auto_must_be_meant_by_all(rank, size):
     for value in ("automatic", "25", ""):
-        with pytest.raises(TypeError, match='must be a number of MB, None or "auto", got'):
+        with pytest.raises(TypeError, match="must be a number of MB or None, got"):
             dpfuse.DataParallel(net(), comm_buffer_size=value)
-    with pytest.raises(DPFuseError, match=r"option (autotune|comm_buffer_size) = "):
-        dpfuse.DataParallel(net(), comm_buffer_size="auto" if rank else 25)
-    with pytest.raises((TypeError, DPFuseError), match='must be a number of MB, None or "auto"'):
-        dpfuse.DataParallel(net(), comm_buffer_size="best" if rank else "auto")
+    with pytest.raises(DPFuseError, match="option plan = "):
+        dpfuse.DataParallel(net(), plan="auto" if rank else "ramp")
+    with pytest.raises((ValueError, DPFuseError), match="plan is 'best', which cannot be read"):
+        dpfuse.DataParallel(net(), plan="best" if rank else "auto")
+    dist.barrier()
+
+
+def test_auto_as_a_size_is_refused_on_all_ranks_and_names_the_plan(rank, size):
+    for face, name in ((dpfuse.DataParallel, "comm_buffer_size"), (dpfuse.DistributedDataParallel, "bucket_cap_mb")):
+        with pytest.raises((ValueError, DPFuseError), match=rf'{name}="auto" was passed, .* Pass plan="auto"'):
+            face(net(), **({name: "auto"} if rank else {}))
     dist.barrier()
 
 
 def test_auto_without_a_group_passes_through():
     with pytest.warns(UserWarning, match="process group"):
-        model = dpfuse.DataParallel(net(1, 4), comm_buffer_size="auto")
+        model = dpfuse.DataParallel(net(1, 4), plan="auto")
     assert model.tuning is None
 
 

@@ -111,7 +111,7 @@ def test_a_copy_needs_no_file(ranks, tmp_path):
 
 
 def tune_ddp(rank, size):
-    model = dpfuse.DistributedDataParallel(net(), bucket_cap_mb="auto")
+    model = dpfuse.DistributedDataParallel(net(), plan="auto")
     for _ in range(20):
         model(torch.ones(2, 8)).sum().backward()
         if model.tuning.done:
@@ -121,7 +121,3 @@ def tune_ddp(rank, size):
 
 def test_auto_tunes_ddps_face(ranks):
     assert ranks(tune_ddp, size=2, timeout=60) == [(True, "")] * 2
-    with pytest.raises(ValueError, match='bucket_cap_mb_list was passed with bucket_cap_mb="auto"'):
-        from dpfuse.ddp.torch_buckets import BucketSizes
-
-        BucketSizes.of("auto", [1])

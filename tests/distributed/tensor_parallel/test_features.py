@@ -97,7 +97,7 @@ def test_options_that_are_refused(rank, size, name):
 
 
 CALLS = {
-    'bucket_cap_mb="auto"': lambda model, net: wrapped(bucket_cap_mb="auto"),
+    'plan="auto"': lambda model, net: wrapped(plan="auto"),
     "autotune": lambda model, net: dpfuse.autotune(model),
     "GradScaler": lambda model, net: dpfuse.GradScaler("cpu", model=model),
     "ShardedOptimizer": lambda model, net: dpfuse.ShardedOptimizer(model, torch.optim.SGD, lr=0.1),
