@@ -82,7 +82,7 @@ def test_inside_a_job_its_ranks_are_used_and_one_reports(tmp_path):
     names = [[plan.specs[index].name for index in bucket.params] for bucket in plan.buckets]
     assert names == [bucket["params"] for bucket in report["plans"]["tuned" if report["kept"] else "before"]]
     assert f'plan="{saved}"' in done.stdout
-    assert done.stdout.count("report: ") == done.stdout.count("DDP, 1 + 25 MiB") == 1
+    assert done.stdout.count("report: ") == 1
     assert (tmp_path / "plan.png").read_bytes()[1:4] == b"PNG"
 
 
