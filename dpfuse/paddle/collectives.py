@@ -1,12 +1,13 @@
-"""Exchanges facts, flags and rows of tensors between the ranks of Paddle's APIs. Sends tensors, never pickles.
+"""Exchanges facts, flags, rows of tensors and sums between the ranks of Paddle's APIs. Sends tensors, never pickles.
 
-Without a process group, or on one rank, nothing is sent. Every exchange begins with a vote that names its purpose. So
-all ranks raise the same error, even if they have called different functions.
+Without a process group, or on one rank, nothing is sent. Every exchange but the sum begins with a vote of the library
+that names its purpose. So all ranks raise the same error, even if they have called different functions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from dpfuse import DPFuseError
 from dpfuse.comm import collective, votes
 from dpfuse.model.agreement import send_tensors
 
-__all__ = ["agree", "any_rank", "broadcast", "gather_rows", "world_size"]
+__all__ = ["agree", "any_rank", "broadcast", "gather_rows", "sum_over_ranks", "world_size"]
 
 CALL = "call: "  # first words of the line that names the purpose of an exchange
 
@@ -126,6 +127,26 @@ def gather_rows(tensors: Sequence[Tensor], rows: int) -> list[Tensor]:
     for part, out in zip(joined.split([part.shape[1] for part in parts], dim=1), found, strict=True):
         _as_bytes(out).copy_(part)
     return [out.to(tensors[0].device) for out in found]
+
+
+def sum_over_ranks(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Return the sum of all ranks' tensors, as part of the autograd graph of every rank."""
+    result: Tensor = _SumOverRanks.apply(tensor, group)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _SumOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        ctx.group = group
+        total = tensor.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        # Every rank's loss depends on every rank's summand.
+        return sum_over_ranks(grads[0], ctx.group), None
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from dpfuse.data.position import integer
-from dpfuse.job.devices import visible_gpus
 
 __all__ = ["CPUPlace", "CUDAPlace", "cpu_places", "cuda_places", "place_of"]
 
@@ -73,7 +72,7 @@ def cuda_places(device_ids: Sequence[int] | None = None) -> list[torch.device]:
         >>> cuda_places([0])  # doctest: +SKIP
         [device(type='cuda', index=0)]
     """
-    visible = visible_gpus()
+    visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not visible:
         raise ValueError(
             "no CUDA device is visible, expected at least one; run on the CPU with use_cuda=False (CPU_NUM devices)"

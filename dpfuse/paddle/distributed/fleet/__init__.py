@@ -2,7 +2,7 @@
 
 Read `session` first: `init`, `distributed_model` and `distributed_optimizer`. `strategy` has the settings, with their
 defaults in `strategy_fields`. Gradient merging is in `optimizer`, `gradient_merge` and `merged_data_parallel`.
-`sync_batch_norm` uses `collective`. `workers` and `role_maker` say which rank this is.
+`sync_batch_norm` averages over ranks inside the autograd graph. `workers` and `role_maker` say which rank this is.
 """
 
 from dpfuse.paddle.distributed.fleet import utils

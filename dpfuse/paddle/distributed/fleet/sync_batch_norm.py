@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dpfuse.paddle.distributed.fleet.collective import sum_over_ranks
+from dpfuse.paddle.collectives import sum_over_ranks
 
 __all__ = ["SyncBatchNorm"]
 
