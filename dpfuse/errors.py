@@ -17,7 +17,7 @@ class DPFuseError(RuntimeError):
 
     ranks: tuple[int, ...] = ()  # of the group, that are to blame, where it is an end or a silence of a peer
     code: str = ""  # of a finding that has a page section, such as "DPF-W01"; its text begins with it
-    lines: tuple[str, ...] = ()  # of rank 0 and of a rank that differs, where texts were compared
+    _lines: tuple[str, ...] = ()  # of rank 0 and of a rank that differs, where texts were compared
 
 
 class DPFuseWarning(UserWarning):

@@ -120,7 +120,7 @@ def _compare(rows: Sequence[torch.Tensor], text: str, group: dist.ProcessGroup, 
         f"{what} differs between ranks: rank {differing} has {right!r}, rank 0 has {left!r}; expected the "
         f"same on every rank. {remedy}".rstrip()
     )
-    error.lines = left, right
+    error._lines = left, right
     raise error
 
 

@@ -50,9 +50,9 @@ def agree(text: str, what: str, remedy: str = "", *, number: int = 0) -> tuple[i
     try:
         return votes.agree_on_text(text, group, what, remedy, number=number).numbers
     except DPFuseError as error:
-        if not error.lines or not all(line.startswith(CALL) for line in error.lines):
+        if not error._lines or not all(line.startswith(CALL) for line in error._lines):
             raise
-        first, other = (line.removeprefix(CALL) for line in error.lines)
+        first, other = (line.removeprefix(CALL) for line in error._lines)
         raise DPFuseError(
             f"the ranks are in different calls: rank 0 has reached {first!r}, and another rank {other!r}; expected the "
             "same on every rank. Call fit, evaluate and predict on all ranks, not on a single rank."
