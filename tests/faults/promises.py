@@ -161,7 +161,7 @@ PROMISES: dict[str, tuple[str, ...]] = {
     ),
     "16-bit gradients do not overflow in the sum.": ("fp16_large",),
     "On a narrow wire the error of a mean is within the bound of its format, and all ranks hold the same bits.": (
-        "tests/distributed/wires/test_float32_sums.py::test_errors_keep_to_the_theory_and_all_ranks_are_alike",
+        "tests/distributed/wires/test_wire_reduce.py::test_errors_keep_to_the_theory_and_all_ranks_are_alike",
     ),
     "With `error_feedback=True` what was rounded away arrives later. Nothing is lost, except what a warning names.": (
         "tests/distributed/wires/test_error_feedback.py::test_what_arrives_is_the_true_sum_but_for_what_is_kept",
