@@ -4,7 +4,7 @@ __all__ = ["DPFuseError", "DPFuseWarning", "LoopWarning", "WeightsWarning"]
 
 
 class DPFuseError(RuntimeError):
-    """Misuse in time, or ranks that do not agree; wrong arguments raise `ValueError` or `TypeError`.
+    """A call at a wrong time, or ranks that do not agree. Wrong arguments raise `ValueError` or `TypeError`.
 
     Its text says what happened, what was got, what was expected and what to do, and names the parameter
     and the rank where there is one.
@@ -15,7 +15,7 @@ class DPFuseError(RuntimeError):
         True
     """
 
-    ranks: tuple[int, ...] = ()  # of the group, that are to blame, where it is an end or a silence of a peer
+    ranks: tuple[int, ...] = ()  # of the group, that have ended or are silent; else empty
     code: str = ""  # of a finding that has a page section, such as "DPF-W01"; its text begins with it
     _lines: tuple[str, ...] = ()  # of rank 0 and of a rank that differs, where texts were compared
 

@@ -37,7 +37,7 @@ OTHER_TENSORS = "DPF-W02"
 
 ERRORS = (REST, WEIGHTS)  # with "raise"; the others leave numbers that a program may mean so
 LOOP, WEIGHTS_LOG = logging.getLogger("dpfuse.loop"), logging.getLogger("dpfuse.weights")
-PAGE = "The page guide/loops.md has a section on {code}."
+PAGE = "See {code} on the page wrong/loops of the documentation."
 
 
 def say(code: str, text: str, level: Level) -> None:

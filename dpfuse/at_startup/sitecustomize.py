@@ -150,7 +150,7 @@ def _set_class(loader: Any, kind: type) -> None:
 
 
 def _run_the_next_one() -> None:
-    """Import the `sitecustomize` behind this one, if there is one."""
+    """Import the `sitecustomize` after this one, if there is one."""
     sys.path[:] = [folder for folder in sys.path if os.path.abspath(folder) != FOLDER or not folder]
     own = sys.modules.pop("sitecustomize", None)
     spec = importlib.util.find_spec("sitecustomize")

@@ -145,7 +145,7 @@ def direct_all_reduce(device: torch.device, group: dist.ProcessGroup) -> Callabl
 
 
 def is_in_order(device: torch.device, group: dist.ProcessGroup) -> bool:
-    """Whether the group runs its collectives of tensors on `device` one behind the other, on one stream, as NCCL does.
+    """Whether the group runs its collectives of tensors on `device` one after the other, on one stream, as NCCL does.
 
     Then what waits for one of them waits for all before it.
     """

@@ -245,8 +245,8 @@ def wait_for_first_rank(board: Board, section: int) -> None:
                 raise _error_of(failure, board)
             if board.heartbeat is None:
                 raise DPFuseError(
-                    f"rank {board.rank} waits for work of the first rank and cannot go on: the heartbeat, which tells "
-                    "that it is done, has ended. Look for its message on stderr."
+                    f"rank {board.rank} waits until rank 0 has finished its work, and cannot learn of it: the "
+                    "heartbeat has ended. Read its message on stderr."
                 )
             sleep(POLL)
     finally:

@@ -1,6 +1,6 @@
 """What `dpfuse run` does inside each process of the program, once torch is imported: `patch()`, and its messages.
 
-It is imported behind `import torch`, which may be one of dpfuse's own imports. So it takes no name from `dpfuse`.
+It is imported after `import torch`, which may be one of dpfuse's own imports. So it takes no name from `dpfuse`.
 """
 
 from __future__ import annotations

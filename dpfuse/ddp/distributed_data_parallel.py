@@ -68,7 +68,7 @@ class DistributedDataParallel(TorchHooks, Joinable):
             gradient that was kept, which costs a copy on a GPU.
         static_graph: accepted; nothing has to be known beforehand.
         delay_all_reduce_named_params: (name, parameter) pairs whose gradients travel in buckets of their own.
-        param_to_hook_all_reduce: the parameter behind whose bucket they are sent.
+        param_to_hook_all_reduce: the parameter after whose bucket they are sent.
         mixed_precision: a `torch.nn.parallel.distributed._MixedPrecision`: inputs, and for the time of a forward
             parameters, are cast to its `param_dtype`, buffers at once to `buffer_dtype`; gradients travel in
             `reduce_dtype` and arrive in the parameter's own.

@@ -62,7 +62,7 @@ class Parts:
         exchange: sums the buffer over the ranks.
         delivery: makes the buffer's content the parameters' gradients.
         steps: what features do while the bucket is packed.
-        report: what travels behind the gradients, in the last bucket only.
+        report: what travels after the gradients, in the last bucket only.
         writers: the streams that write its gradients, on CUDA.
         beside: what travels beside the last bucket.
     """

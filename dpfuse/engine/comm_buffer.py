@@ -23,7 +23,7 @@ class Format(Protocol):
     """How gradients are written in a communication buffer."""
 
     def places(self, numels: Sequence[int], room: int, dtype: str) -> tuple[list[int], int]:
-        """Return the offset of each gradient, and the offset of `room` elements behind them; all in elements."""
+        """Return the offset of each gradient, and the offset of `room` elements after them; all in elements."""
 
     def table(
         self, zeros: Zeros, numel: int, wire: str, slots: Sequence[KernelSlot], dtype: torch.dtype
@@ -48,7 +48,7 @@ class Format(Protocol):
 
 
 class _Plain:
-    """Numbers of the dtype that travels, one slot behind the other, aligned for 128-bit loads."""
+    """Numbers of the dtype that travels, one slot after the other, aligned for 128-bit loads."""
 
     def places(self, numels: Sequence[int], room: int, dtype: str) -> tuple[list[int], int]:
         slots, length = lay_out_slots(enumerate(numels), dtype)
@@ -69,7 +69,7 @@ PLAIN: Format = _Plain()
 
 
 class CommBuffer:
-    """The flat memory in which a bucket travels: a slot for each gradient, and room for a report behind them.
+    """The flat memory in which a bucket travels: a slot for each gradient, and room for a report after them.
 
     The buffers of a module, in torch's sense, are something else.
 
@@ -87,7 +87,7 @@ class CommBuffer:
         flat: all of the memory, [elements].
         table: of all slots, the report's among them; None of a buffer without any slot.
         gradients: the table of the gradients alone, for unpacking.
-        report: the room for the report, [room]; behind everything else.
+        report: the room for the report, [room]; after everything else.
         views: what `.grad` becomes: the slots, as complex numbers where the gradients are complex.
 
     Raises:

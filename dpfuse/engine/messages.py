@@ -30,8 +30,8 @@ def failed(
     """
     if not here:
         return (
-            f"the backward failed on {_ranks(ranks)} of {size}, and rank {rank} "
-            f"cannot have its gradients; see the error there. {CONSEQUENCE}"
+            f"the backward failed on {_ranks(ranks)} of {size}, so rank {rank} has no averaged gradients; read the "
+            f"error there. {CONSEQUENCE}"
         )
     if isinstance(error, DPFuseError):
         return f"rank {rank}: {str(error).rstrip('.')}. {CONSEQUENCE}"
@@ -90,10 +90,10 @@ def _differently_frozen(rank: int, reading: Reading) -> str:
 
 
 def held_up(rank: int, names: Sequence[str], backwards: int) -> str:
-    """What to say of parameters for which their bucket, and all behind it, had to wait until backward had ended."""
+    """What to say of parameters without a gradient, for which their bucket and all later ones have waited."""
     return (
-        f"rank {rank}: {_named(names)} did not become ready in {backwards} backwards, so their bucket and all behind "
-        "it were sent only after backward had ended; expected a gradient in every backward. Freeze parameters that "
+        f"rank {rank}: {_named(names)} did not become ready in {backwards} backwards, so their bucket and all later "
+        "ones were sent only after backward had ended; expected a gradient in every backward. Freeze parameters that "
         "are not used (requires_grad=False), on every rank, or wrap the module again without them."
     )
 
@@ -101,7 +101,7 @@ def held_up(rank: int, names: Sequence[str], backwards: int) -> str:
 def unaveraged(rank: int, names: Sequence[str]) -> str:
     """What to say of parameters that got gradients in a backward that the wrapper did not notice."""
     return (
-        f"rank {rank}: a backward outside no_sync() went through no output of the wrapper, and the gradients of "
+        f"rank {rank}: a backward outside no_sync() went through no output of the wrapper, so the gradients of "
         f"{_named(names)} were not averaged; expected a forward of the wrapper. Call the wrapper "
         "instead of its .module, or run such backwards inside no_sync() and call "
         "dpfuse.fused_allreduce_gradients(). Add a penalty on parameters to the loss, or run its backward first, "

@@ -1,4 +1,4 @@
-"""One hook of the process before, and one behind, the steps of all optimizers. Knows no gradient and no weight."""
+"""One hook of the process before, and one after, the steps of all optimizers. Knows no gradient and no weight."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def call_before_steps(user: Any) -> None:
 
 
 def call_after_steps(user: Any) -> None:
-    """Call `user.after_step` behind each step of an optimizer, as long as something else keeps `user` alive."""
+    """Call `user.after_step` after each step of an optimizer, as long as something else keeps `user` alive."""
     _after.add(user)
 
 

@@ -56,7 +56,7 @@ class BucketRule:
 
     caps: tuple[float, ...] = ()  # bytes, in the order of communication; the last repeats; they replace the sizes
     delayed: tuple[str, ...] = ()  # names of parameters that get buckets of their own, sent later
-    behind: str = ""  # the name of the parameter behind whose bucket they are sent
+    behind: str = ""  # the name of the parameter after whose bucket they are sent
     # The number of ranks if `rebuild_plan` cuts by `ramp.py`, else 0. The first plan does not depend on it.
     ramp_ranks: int = field(default=0, compare=False)
     # Whether the program has passed no cap, so that `rebuild_plan` lets it grow with the model where that is best.
@@ -386,7 +386,7 @@ def _arrange(
 
 
 def _put_behind(late: Group, groups: list[Group], index: int | None, ready: Mapping[int, int]) -> None:
-    """Insert `late` behind the group of parameter `index`, and behind every group that is ready earlier."""
+    """Insert `late` after the group of parameter `index`, and after every group that is ready earlier."""
     due = max(ready[member] for member in late.members)
     before = [
         place

@@ -28,7 +28,7 @@ __all__ = [
 class PackArguments:
     """How one bucket is packed. Pack steps change these arguments, so one launch does what all steps need."""
 
-    table: PointerTable  # of the gradients, and of the report behind them
+    table: PointerTable  # of the gradients, and of the report after them
     missing: Sequence[int]  # registration indices of the parameters without a gradient, or frozen
     scale: float  # multiplies every gradient before the sum
     report: Tensor | None = None  # what the report packs, [numel]
@@ -177,7 +177,7 @@ class Companion(Protocol):
     """Travels beside the bucket that is sent last, in every backward that synchronises, whatever happens in it."""
 
     def start(self) -> None:
-        """Start its collectives, behind that of the bucket."""
+        """Start its collectives, after that of the bucket."""
 
     def finish(self) -> None:
         """Wait for them, and use what they bring."""

@@ -626,7 +626,7 @@ class Reducer:
         """Wait in this backward only for the parameters that its graph reaches, so that buckets are not held up.
 
         A bucket is then sent where it is sent on a rank that uses other parameters of it: before other collectives of
-        the same backward, or behind them.
+        the same backward, or after them.
         """
         run, ready = self._run, self._in_use.ready
         if not run.asks_graph:

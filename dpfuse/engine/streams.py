@@ -159,7 +159,7 @@ class SideStream:
         """Run `unpack` on the side stream after `work`. The current stream goes on.
 
         Args:
-            work: a collective, whose `wait` orders the current stream behind it.
+            work: a collective, whose `wait` orders the current stream after it.
             unpack: queues kernels on the current stream.
             held: owners of all memory that these kernels read and write; no other code may use it until `join`.
 

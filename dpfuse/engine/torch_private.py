@@ -160,7 +160,7 @@ def hook_tables(leaf: Tensor) -> tuple[dict[int, Any], dict[int, Any]]:
 
 
 def call_last(hooks: dict[int, Any], keys: Iterable[int]) -> None:
-    """Let these hooks of a table be called behind the others, in this order.
+    """Let these hooks of a table be called after the others, in this order.
 
     Torch reads the plain dictionary inside of an OrderedDict, whose order `move_to_end` does not change.
     """

@@ -100,7 +100,7 @@ class ErrorFeedback(Feature):
             self._warn(
                 f"error feedback begins at zero: the state is that of {size} ranks and has "
                 f"{', '.join(key for key in state_dict if key != 'world_size')}, expected {self._world_size} ranks and "
-                f"rank{self._rank}. What was rounded away is bound to the gradients of one rank"
+                f"rank{self._rank}. What was rounded away belongs to the gradients of one rank"
             )
             return
         fitting = [name for name, spec in self._specs.items() if name in saved and saved[name].shape == spec.shape]

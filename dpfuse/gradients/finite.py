@@ -73,12 +73,12 @@ class FiniteCheck(Feature):
             warn_at_user(f"rank {self._engine.group.rank()}: {text}")
 
     def begin(self) -> None:
-        """A backward begins to send: what one before has left that was interrupted counts no more."""
+        """Forget what a backward that was interrupted has counted. To be called when one begins to send."""
         step = self._step()
         self._counts = [counts for counts in self._counts if counts.step != step]
 
     def add(self, names: Sequence[str], values: Tensor) -> None:
-        """Take the counts of some parameters, [names]; on a GPU they may be overwritten behind this call."""
+        """Store the counts of some parameters, [names]. On a GPU the tensor may be overwritten after this call."""
         if not self.late:
             if values.any():
                 self._counts.append(_Counts(self._step(), names, HostCopy(values)))

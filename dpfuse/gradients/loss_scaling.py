@@ -86,7 +86,7 @@ class LossScale:
                 raise DPFuseError(
                     "a backward of a scaled loss accumulates into gradients that a synchronised backward has unscaled, "
                     f"and {why}; expected one synchronised backward for each step, the others inside no_sync(), or "
-                    "unscale_() behind the last of them and losses of the wrapped model's outputs."
+                    "unscale_() after the last of them and losses of the wrapped model's outputs."
                 )
             gradients().multiply(reached.scale)
         self.found = None

@@ -16,7 +16,7 @@ __all__ = ["RankFailure", "first_failure", "read_record", "shown"]
 SECONDARY_SECONDS = 2.0
 MOST_BYTES = 20 * 1024  # of a message, and of a traceback, in an error
 BEGINNING = 200  # bytes of a message that was shown already
-FIRST_PART = 5 * 1024  # bytes of a traceback that stay before the cut; the others stay behind it
+FIRST_PART = 5 * 1024  # bytes of a traceback that stay before the cut; the others stay after it
 # A terminal would obey control characters. Half a surrogate pair is refused by nearly everything that takes a text.
 UNFIT = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
@@ -85,7 +85,7 @@ def shown(failure: RankFailure, folder: str | None = None) -> RankFailure:
         return replace(failure, error=error, traceback=trace)
     place = _saved(failure, folder)
     if long_error:
-        # A traceback ends with the message, behind the type and its module.
+        # A traceback ends with the message, after the type and its module.
         _, _, message = error.partition(": ")
         if message:
             trace = trace.replace(message, f"{_first(message, BEGINNING)} … [see above]")

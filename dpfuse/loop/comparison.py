@@ -67,7 +67,7 @@ class RankComparison:
         Args:
             report: knows the places of the words.
             packed: [numel], where they go.
-            params: returns the parameters, by name, behind whose gradients the report is packed.
+            params: returns the parameters, by name, after whose gradients the report is packed.
         """
         self.waits = True
         words: dict[str, Word] = {"there": [1.0], **self._modes.words(), **self._rates.words()}

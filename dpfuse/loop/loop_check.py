@@ -146,7 +146,7 @@ class LoopCheck(Feature):
             self._fail(error)
 
     def tell(self, report: Report, packed: Tensor, bucket: Bucket) -> None:
-        """Write into the report, as it is packed behind this bucket, what the ranks are to have in common."""
+        """Write into the report, as it is packed after this bucket, what the ranks are to have in common."""
         try:
             facts = self._facts
             if facts is None or self._engine.without_inputs or self._comparison is None:
@@ -305,7 +305,7 @@ class _Suspicion:
 
 
 class _Tell(PackStep):
-    """Has the check write into the report, behind what the bucket packs."""
+    """Has the check write into the report, after what the bucket packs."""
 
     def __init__(self, check: LoopCheck, bucket: Bucket, buffer: CommBuffer, report: Report) -> None:
         self._check = check

@@ -24,7 +24,7 @@ ROUNDED, ROUNDED_16 = 1e-5, 0.01
 
 
 class OwnGradient:
-    """Copies some elements of a gradient before and behind the average: on a GPU for a later look.
+    """Copies some elements of a gradient before and after the average: on a GPU for a later look.
 
     Args:
         module: that is wrapped.
@@ -68,7 +68,7 @@ class OwnGradient:
             self._before = sample_in(self._param)
 
     def delivered(self) -> None:
-        """Copy behind the average."""
+        """Copy after the average."""
         if self._param is not None and self._before is not None and has_strides(self._param.grad):
             now = sample_in(self._param)
             if now.shape == self._before.shape and now.device == self._before.device:

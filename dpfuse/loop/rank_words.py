@@ -128,7 +128,7 @@ class RankWords:
         return self._copy is not None or self._report is not None
 
     def delivered(self) -> Sums | None:
-        """Return sums that have become known, if there are any. To be called behind each synchronised backward."""
+        """Return sums that have become known, if there are any. To be called after each synchronised backward."""
         known = None if self._copy is None else self._read(*self._copy)
         self._copy = None
         report, self._report = self._report, None

@@ -20,7 +20,7 @@ from dpfuse.model.buffer_writer import BufferWriter
 
 __all__ = ["BufferKind", "BufferSync"]
 
-END = (object(),)  # behind what is compared, so that lists of different lengths differ
+END = (object(),)  # after what is compared, so that lists of different lengths differ
 _shape_of, _dtype_of = attrgetter("shape"), attrgetter("dtype")
 SAME, OTHER_SHAPE, CONVERTED = 0, 1, 2  # how a buffer of a rank differs; the number of the rank is added to the last
 

@@ -64,7 +64,7 @@ def _is_known(value: Any) -> bool:
 
 
 def _range_of(tensor: Tensor) -> tuple[int, int]:
-    """Return the addresses of the first byte, and behind the last one."""
+    """Return the addresses of the first byte, and after the last one."""
     start = tensor.data_ptr()
     steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return start, start + (steps + 1) * tensor.element_size()

@@ -309,7 +309,7 @@ def takes_common_options(face: Face) -> Face:
         for name, option in _DECLARED.items()
     ]
     before, raises, after = inspect.cleandoc(face.__doc__).partition("\n\nRaises:")
-    assert raises, f"{face.__name__}: the docstring has no section of errors behind its arguments"
+    assert raises, f"{face.__name__}: the docstring has no section of errors after its arguments"
     face.__doc__ = "\n".join([before, *texts]) + raises + after
     return face
 

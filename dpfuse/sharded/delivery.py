@@ -45,7 +45,7 @@ class ShardedDelivery(Delivery):
         flat, rank = buffer.flat, group.rank()
         for region in regions:
             begin, end = region.bounds[rank : rank + 2]
-            # Without the padding behind the last gradient: the norm is then bitwise that of whole gradients.
+            # Without the padding after the last gradient: the norm is then bitwise that of whole gradients.
             last = max(min(end, region.begin + region.length), begin)
             address = flat.data_ptr() + region.begin * flat.element_size()
             part = RegionPart(flat[begin:last], address, len(region.places), group, self.in_backward)

@@ -24,7 +24,7 @@ class RegionPart:
     """What this rank has of the gradients in one region of a bucket.
 
     Args:
-        part: [elements], without the padding behind the last gradient.
+        part: [elements], without the padding after the last gradient.
         address: of the memory of the whole region.
         count: of the gradients.
         group: the ranks.

@@ -459,7 +459,7 @@ class _Part(Tensor):
 
 def _refusal(what: str) -> DPFuseError:
     return DPFuseError(
-        f"{what} a ShardedOptimizer, expected no such use: each rank has one part of it. Call state_dict() on every "
+        f"{what} a ShardedOptimizer, which is not possible: each rank has one part of it. Call state_dict() on every "
         'rank, and read its "state"; change that, and call load_state_dict(). To reset a state, delete its entry on '
         "every rank."
     )

@@ -39,7 +39,7 @@ FORWARD = (
 BACKWARD = (
     ("loss", "data", "the loss, computed from the same outputs: its targets, or the loss function"),
     ("local", "kernel", "the gradient of this rank, before it is averaged"),
-    (HOOKED, "program", "the gradient of this rank, behind hooks of the program and before it is averaged"),
+    (HOOKED, "program", "the gradient of this rank, after hooks of the program and before it is averaged"),
     ("averaged", "communication", "the averaged gradient"),
     (TOGETHER, "gradient", "the averaged gradient of the model"),
 )

@@ -1,4 +1,4 @@
-"""Shows a trace a gradient before and behind the hooks that a program has put on its parameter. Knows no step."""
+"""Shows a trace a gradient before and after the hooks that a program has put on its parameter. Knows no step."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class HooksAround:
     Args:
         param: a leaf that requires gradients.
         computed: called with the gradient before all hooks that may change it.
-        hooked: called with the gradient behind those of the program.
+        hooked: called with the gradient after those of the program.
         accumulated: called with the parameter once `.grad` has the gradient: before the hooks of the program that are
-            called then, and again behind them.
+            called then, and again after them.
     """
 
     def __init__(

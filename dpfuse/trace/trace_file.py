@@ -1,12 +1,12 @@
 """The file of one rank's trace: JSON lines. Writes and reads them, and knows what each field means.
 
 The first line holds the settings of the process. A line `model` comes when a model is wrapped, and a line `optimizer`
-before the first step of an optimizer. A line `step` comes behind each step of an optimizer:
+before the first step of an optimizer. A line `step` comes after each step of an optimizer:
 
 - `forwards`: of each forward `model`, `training`, `context` (autocast), `random`, `inputs`, `outputs`, `buffers`, and
   `weights`, unless it runs inside the step of an optimizer
 - `backwards`: of each backward `loss` (hash), `value`, `local` and `averaged` (by model, eight characters a parameter)
-- `hooked` (by model, eight characters a parameter): the gradients of this rank behind hooks of the program; minus signs
+- `hooked` (by model, eight characters a parameter): the gradients of this rank after hooks of the program; minus signs
   for those without such hooks; a model without them is left out. An older trace has no such field
 - `optimizer`, `settings` (of its groups: learning rate and so on), `stepped` (the gradients that it used),
   `before step` (the parameters when it begins), `parameters` (when it has ended)
@@ -156,7 +156,7 @@ def hashes_in(text: str) -> list[str]:
 
 
 def behind_hooks(backward: dict[str, Any]) -> dict[str, str]:
-    """Return the hashes of a rank's gradients behind hooks of the program, by model: as computed where it has none."""
+    """Return the hashes of a rank's gradients after hooks of the program, by model: as computed where it has none."""
     found = dict(backward.get("local", {}))
     for model, hooked in backward.get(HOOKED, {}).items():
         pairs = zip(hashes_in(found[model]), hashes_in(hooked), strict=True)

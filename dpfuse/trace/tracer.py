@@ -1,4 +1,4 @@
-"""Hashes what a rank computes, and writes a line behind each optimizer step. Works for torch's wrapper and for ours."""
+"""Hashes what a rank computes, and writes a line after each optimizer step. Works for torch's wrapper and for ours."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class _Traced:
     def begin(self) -> None:
         """Begin another backward: forget what hooks have noted, also those of `torch.autograd.grad` since the last."""
         self.local: list[Hash] = [NOTHING] * len(self.params)  # of this rank's gradients in the backward that runs
-        self.behind: list[Hash] = [*self.local]  # of them behind hooks of the program, where it has some
+        self.behind: list[Hash] = [*self.local]  # of them after hooks of the program, where it has some
         self.rewritten: list[Hash] = [*self.local]  # what such hooks have made of `.grad`; 0 where it is as before
         self.held: list[Hash] | None = None  # what `.grad` held when it reached this model, if it has: see `in_grad`
         self.pairs: list[Pair] = []  # elements of `.grad` after the last backward, and as this one begins
@@ -91,7 +91,7 @@ class _Traced:
         return [_is_not_zero(grad) for grad in islice((grad for grad in grads if grad is not None), FEW)]
 
     def hooked(self) -> list[Hash]:
-        """Return the hashes of this rank's gradients behind hooks of the program; nothing where it has none."""
+        """Return the hashes of this rank's gradients after hooks of the program; nothing where it has none."""
         found: list[Hash] = []
         for local, behind, rewritten in zip(self.local, self.behind, self.rewritten, strict=True):
             if local is NOTHING or (behind is NOTHING and rewritten is NOTHING):
@@ -157,7 +157,7 @@ class _Gradient:
             behind[self._index] = hash_of(grad, _number(behind[self._index]))
 
     def accumulated(self, param: Tensor) -> None:
-        """Look at `.grad` before hooks of the program, and again behind them: equal hashes cancel each other out."""
+        """Look at `.grad` before hooks of the program, and again after them: equal hashes cancel each other out."""
         with self._tracer.phases.inside("tracing"):
             rewritten = self._traced.rewritten
             rewritten[self._index] = _number(rewritten[self._index]) ^ (hash_of(param.grad) & BITS)
@@ -196,10 +196,10 @@ class Tracer:
         folder: for the file.
         deep_steps: how many steps of an optimizer have hashes of gradients and of buffers, and of each parameter; the
             others have one number for all parameters. None: all.
-        after_step: called behind each line, with the number of steps of that optimizer.
+        after_step: called after each line, with the number of steps of that optimizer.
         sketch: write a sum of each parameter and gradient with fixed random signs, too, from which the distance of two
             runs follows.
-        buffers: hash each buffer behind a backward that averages, too, in the steps with all hashes.
+        buffers: hash each buffer after a backward that averages, too, in the steps with all hashes.
         finite: note which gradients and weights are NaN or infinite, too.
 
     Raises:

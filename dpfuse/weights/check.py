@@ -1,12 +1,12 @@
 """Compares the weights of the ranks after the optimizer's steps, a slice in each report. Sends nothing of its own.
 
 Weights are equal after a step of the optimizer. During a backward they may differ: a program may add noise, or climb
-as sharpness-aware minimisation does. So they are hashed behind the step, and the report of the next backward compares
-the hashes. Where they differ, all ranks hear of it in the same backward. The step behind it hashes each parameter, and
+as sharpness-aware minimisation does. So they are hashed after the step, and the report of the next backward compares
+the hashes. Where they differ, all ranks hear of it in the same backward. The step after it hashes each parameter, and
 so does the begin of the backward that follows. In the next averaged one, the ranks exchange these hashes and those of
 that moment. What differs in all three is told.
 
-Only the first step behind an average counts. Further ones are made on other gradients, such as those of the inner loop
+Only the first step after an average counts. Further ones are made on other gradients, such as those of the inner loop
 of meta-learning, whose steps are taken back.
 """
 
@@ -124,11 +124,11 @@ class WeightsCheck(Feature):
         self._hashed_at = -1  # the completed backwards when a slice was last hashed
         self._stepped_inside = False  # whether an optimizer of this model has stepped inside the backward that runs
         self._begun: dict[int, int] = {}  # of each optimizer that steps now, by id, the value of that as it began
-        # The slice whose hash the report has, and the averaged backward behind which it was hashed.
+        # The slice whose hash the report has, and the averaged backward after which it was hashed.
         self._slice: tuple[int, int] | None = None
         self._travelling: deque[tuple[int, int] | None] = deque()  # those whose comparison this rank has not read
-        self._equal: dict[int, int] = {}  # by slice, the last averaged backward behind which weights were equal
-        # While an examination is due, the hash of each parameter behind the step, and as the next backward began.
+        self._equal: dict[int, int] = {}  # by slice, the last averaged backward after which weights were equal
+        # While an examination is due, the hash of each parameter after the step, and as the next backward began.
         self._after_step: Tensor | None = None
         self._before_backward: Tensor | None = None
         self._noticed = 0  # the averaged backward in which hashes differed
@@ -209,9 +209,9 @@ class WeightsCheck(Feature):
         self._begun[id(optimizer)] = self._hashed_at
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """Hash the next slice, or each parameter, behind the first step of this model after an average.
+        """Hash the next slice, or each parameter, after the first step of this model after an average.
 
-        Behind steps inside a backward they are hashed when it is averaged.
+        After steps inside a backward they are hashed when it is averaged.
         """
         averages, report, hashed_at = self._averages, self._report, self._begun.pop(id(optimizer), -1)
         if self.off or report is None:
@@ -442,12 +442,12 @@ class WeightsCheck(Feature):
         self._false_alarms += 1
         if self._false_alarms == FALSE_ALARMS:
             self.turn_off(
-                "they differ behind the optimizer's step and are equal in the next backward, as where a program sends "
+                "they differ after the optimizer's step and are equal in the next backward, as in a program that sends "
                 "them in between"
             )
 
     def _last_equal(self, hashing: Hashing, place: int) -> int:
-        """Return the last averaged backward behind which all of a parameter was equal."""
+        """Return the last averaged backward after which all of a parameter was equal."""
         return min(self._equal.get(number, 0) for number in hashing.slices_with(place))
 
     def _tell_found(self) -> None:

@@ -45,7 +45,7 @@ class Distances:
         reference: the rank with which all are compared: of the largest set of equal ranks, the lowest.
         measured: of each rank that differs, how far it lies from `reference`.
         count: the number of tensors that were measured, from the first on.
-        first: the averaged backward behind which the tensors were equal, as far as any rank knows.
+        first: the averaged backward after which the tensors were equal, as far as any rank knows.
         suspects: ranks that have seen what may have made the weights differ.
     """
 
@@ -113,10 +113,10 @@ def measure(
 
     Args:
         hashing: of this rank's tensors; None takes no part.
-        after_step: their hashes behind the step, [tensors] int64, which tell what ranks are equal; None are those of
+        after_step: their hashes after the step, [tensors] int64, which tell what ranks are equal; None are those of
             now.
         places: of the tensors.
-        first: the averaged backward behind which they were equal, as far as this rank knows.
+        first: the averaged backward after which they were equal, as far as this rank knows.
         group: the ranks.
         device: on which the group communicates.
         suspects: whether this rank has seen what may have made the weights differ.

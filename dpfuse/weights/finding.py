@@ -25,7 +25,7 @@ OF_ANOTHER = (
 AS_ANOTHER = "Rank {rank} has seen such a step, too."
 # Matches the texts of DPF-L01 of ranks beside the one whose text is to be read.
 TOLD_ELSEWHERE = rf"{REST}: rank \d+: (On rank|.*\bRank \d+ has seen such a step, too)"
-PAGE = " The page guide/loops.md has a section on DPF-L01."
+PAGE = " See DPF-L01 on the page wrong/loops of the documentation."
 NAMED = 3  # parameters that are named
 EXPECTED, BECAME = "expected equal bits.", "They became different"  # between them a message says what kind it is of
 LOOK = "Look for what only some ranks do to weights, gradients, learning rates or optimizer states. "

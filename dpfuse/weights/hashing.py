@@ -82,7 +82,7 @@ class Hashing:
         return not self._pieces[number]
 
     def empty_behind(self, number: int) -> int:
-        """Return how many slices of the same pass are empty behind this one, up to the next that is not."""
+        """Return how many slices of the same pass are empty after this one, up to the next that is not."""
         behind = range(number + 1, self.slices)
         return next((count for count, place in enumerate(behind) if self._pieces[place]), len(behind))
 

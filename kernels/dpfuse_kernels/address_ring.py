@@ -25,7 +25,7 @@ class HostStreams:
         return False
 
     def record(self, stream: Any) -> Any:
-        """Return an event behind all work that was submitted to `stream`."""
+        """Return an event after all work that was submitted to `stream`."""
         return None
 
     def wait(self, stream: Any, event: Any) -> None:
@@ -71,10 +71,10 @@ class Entry:
     host: torch.Tensor  # [n] int64, pinned where there is a device
     device: torch.Tensor  # [n] int64
     addresses: list[int] | None = None
-    uploaded: Any = None  # event behind the upload
-    # Streams ordered behind the upload, which may read `device`. A list: `hash` of a stream is Python code of torch.
+    uploaded: Any = None  # event after the upload
+    # Streams ordered after the upload, which may read `device`. A list: `hash` of a stream is Python code of torch.
     streams: list[Any] = field(default_factory=list)
-    passed: dict[Any, Any] | None = None  # per stream the event behind the last kernel that reads `device`, if known
+    passed: dict[Any, Any] | None = None  # per stream the event after the last kernel that reads `device`, if known
     captured: bool = False  # a CUDA graph reads `device` at each replay: never write it again
 
     def read_again(self, addresses: list[int]) -> bool:
@@ -96,7 +96,7 @@ class AddressRing:
     """Keeps the last few address lists on the device and uploads a list only when it is new.
 
     Usually addresses repeat, and a call costs one comparison of lists. Before an entry is rewritten, its upload from
-    pinned host memory has run. Its device memory is overwritten behind the kernels that read it.
+    pinned host memory has run. Its device memory is overwritten after the kernels that read it.
 
     Args:
         count: addresses per list.
@@ -173,7 +173,7 @@ class AddressRing:
         return entry
 
     def _free_entry(self, current: Any) -> Entry:
-        """Return an entry that the host may write now, and that the device may write behind the work on `current`."""
+        """Return an entry that the host may write now, and that the device may write after the work on `current`."""
         free = [entry for entry in self._entries if not entry.captured]
         if len(free) < ENTRIES:
             pinned = self._device.type == "cuda"
@@ -182,7 +182,7 @@ class AddressRing:
         oldest = free[0]
         self._entries.remove(oldest)
         self._streams.synchronize(oldest.uploaded)
-        # Not behind what these streams do now: the stream of a collective may be busy for long.
+        # Not after what these streams do now: the stream of a collective may be busy for long.
         for stream, event in (oldest.passed or {}).items():
             if stream != current:
                 self._streams.wait(current, event)

@@ -52,7 +52,7 @@ def _bit_hash_kernel(
     row_ptr: tl.tensor,  # [rows, 3] int64: tensor, first byte, bytes
     first_row: tl.int64,
     seed: tl.int64,
-    state_address: tl.int64,  # [2] int32: sum, programs that have added to it; zeros before and behind
+    state_address: tl.int64,  # [2] int32: sum, programs that have added to it; zeros before and after
     pair_address: tl.int64,  # [32, 2]
     PAIR: tl.constexpr,
     CHUNK: tl.constexpr,

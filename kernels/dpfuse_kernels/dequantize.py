@@ -74,7 +74,7 @@ def dequantize(table: MxTable, tensors: Sequence[Tensor | None], *, scale: float
         table: the layout.
         tensors: one per slot, with the slot's shape, `table.dtype` and the device of `table.flat`. None is skipped. A
             tensor with other strides than its slot goes through a dense copy. They must not share memory with each
-            other. Keep a reference to all of them until the work that may reuse their memory is ordered behind this
+            other. Keep a reference to all of them until the work that may reuse their memory is ordered after this
             launch.
         scale: the factor.
         matched: as for `flatten`.

@@ -34,7 +34,7 @@ class Entries:
     def make_dense(self, slots: Sequence[Slot], *, read: bool) -> None:
         """Let `addresses` name memory in the order of the slot in the place of each irregular tensor.
 
-        This object keeps that memory. Memory that is freed after a launch is reused behind it, on the same stream.
+        This object keeps that memory. Memory that is freed after a launch is reused after it, on the same stream.
 
         Args:
             slots: of all tensors.

@@ -194,7 +194,7 @@ def flatten(
         tensors: one per slot, with the slot's shape, `table.dtype` and the device of `flat`. None packs zeros for any
             `scale` and `factor`. A tensor that is its slot is scaled in place. A tensor with other strides than its
             slot goes through a dense copy. Keep a reference to all of them until the work that may reuse their memory
-            is ordered behind this launch.
+            is ordered after this launch.
         table: the layout.
         scale: the factor.
         counts: [slots] int32 on the device of `flat`. Each count grows by the number of NaN and infinities that its

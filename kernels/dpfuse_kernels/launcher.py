@@ -202,7 +202,7 @@ class Dispatcher:
         Each step of a settled model comes here for each bucket. So all is compared in one function.
         """
         bound, index = call.bound, self._index
-        # Another stream may not be ordered behind the upload of the addresses.
+        # Another stream may not be ordered after the upload of the addresses.
         if bound.stream_of(index) != call.stream:
             return False
         # A capture must note which copies its graph reads.
@@ -230,7 +230,7 @@ class Repeatable(NamedTuple):
     arguments: tuple[Any, ...]  # all of them, as `BoundKernel.whole` returns them
     copied: Entry  # the copy on the device of the addresses that the kernel reads
     addresses: list[int]  # these addresses
-    stream: int  # the handle of the stream of the launch, which is ordered behind the upload of that copy
+    stream: int  # the handle of the stream of the launch, which is ordered after the upload of that copy
 
 
 class _Repeatable(NamedTuple):

@@ -161,7 +161,7 @@ class Layout:
 
     @cached_property
     def storage_range(self) -> tuple[int, int]:
-        """First address of the storage of `flat`, and the first address behind the storage."""
+        """First address of the storage of `flat`, and the first address after the storage."""
         storage = self.flat.untyped_storage()
         return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
 

@@ -3,7 +3,7 @@
 The elements and scales are those of the OCP Microscaling (MX) specification, version 1.0: MXFP8 with E4M3 or E5M2
 elements, and one power of two (E8M0) per block of 32. The order of the bytes is our own. A *super-block* of 528 bytes
 holds 512 element bytes and then their 16 scale bytes. It starts at a multiple of 16 bytes and is complete in itself, so
-a buffer may be split between ranks behind any super-block. It takes 528 / 2048 = 0.258 of the bytes of float32.
+a buffer may be split between ranks after any super-block. It takes 528 / 2048 = 0.258 of the bytes of float32.
 
 The specification leaves the choice of the scale open. We use the smallest power of two with which no finite element of
 the block overflows after rounding, so no element saturates. The specification's example uses the largest element's

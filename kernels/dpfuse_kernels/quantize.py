@@ -76,7 +76,7 @@ def _quantize_kernel(
     residual_ptr = tl.multiple_of(residual.to(tl.pointer_type(tl.float32)), 16) + lane
     inside = block * 32 < length
     if RESIDUAL:
-        # Whole blocks, so 128-bit loads and stores. What lies behind the tensor is written as it was read.
+        # Whole blocks, so 128-bit loads and stores. What lies after the tensor is written as it was read.
         before = tl.load(residual_ptr, mask=inside, other=0.0)
         value += tl.where(mask, before, 0.0)
     element, unit = _encode(value, E4M3)
@@ -110,7 +110,7 @@ def quantize(
     Args:
         tensors: one per slot, with the slot's shape, `table.dtype` and the device of `table.flat`. None packs zeros for
             any `scale` and `factor`. A tensor with other strides than its slot goes through a dense copy. Keep a
-            reference to all of them until the work that may reuse their memory is ordered behind this launch.
+            reference to all of them until the work that may reuse their memory is ordered after this launch.
         table: the layout.
         scale: the factor.
         factor: [] float32 on the device of `flat`, read by the kernel. Tensors are multiplied by `scale * factor`,

@@ -170,7 +170,7 @@ def row_norms(tensors: list[Tensor], dtype: torch.dtype | None = None) -> Tensor
 
 
 def _norms_of_rows(flat: Tensor, dtype: torch.dtype | None) -> list[Tensor]:
-    """Return the norms of the rows of ROW elements, and that of what is left behind them."""
+    """Return the norms of the rows of ROW elements, and that of what is left after them."""
     wide = dtype or _widened(flat.dtype)
     rest = flat.numel() % ROW
     if not rest:

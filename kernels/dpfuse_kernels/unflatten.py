@@ -117,7 +117,7 @@ def unflatten(
         tensors: one per slot, with the slot's shape, `table.dtype` and the device of `flat`. None is skipped. A tensor
             that is its slot is scaled in place. A tensor with other strides than its slot goes through a dense copy.
             They must not share memory with each other. Keep a reference to all of them until the work that may reuse
-            their memory is ordered behind this launch.
+            their memory is ordered after this launch.
         scale: the factor.
         accumulate: add the rounded product to what the tensor holds, instead of overwriting it.
         matched: as for `flatten`.
@@ -149,7 +149,7 @@ def unflatten(
     if entries.own is None and scale == 1.0 and not accumulate:
         return
     entries.make_dense(table.slots, read=accumulate)
-    # Freed after the launch. Work that reuses this memory is ordered behind it, on the same stream.
+    # Freed after the launch. Work that reuses this memory is ordered after it, on the same stream.
     table.launcher.launch(_unflatten_kernel, entries.addresses, scale=scale, ACCUMULATE=accumulate)
     entries.write_back()
 

@@ -664,7 +664,7 @@ def test_an_error_that_comes_while_buckets_land_leaves_those_before_it_delivered
 @pytest.mark.parametrize(
     ("reading", "text"),
     [
-        (Reading(any_failed=True, rank=1), "the backward failed on rank 1 of 2, and rank 0 cannot have its gradients"),
+        (Reading(any_failed=True, rank=1), "the backward failed on rank 1 of 2, so rank 0 has no averaged gradients"),
         (Reading(any_failed=True), "the backward failed on several ranks of 2"),
         (
             Reading(any_failed=True, rows=((0, 0, 1, 0), (1, 0, 1, 0))),

@@ -94,7 +94,7 @@ def _examined(wish: Wish, folder: Path, arguments: list[str]) -> DoctorReport:
     roots = folders_of(wish.program.arguments, wish.out.resolve())
     _say(
         f"your program will run several times, and writes its own files each time. Looked at for changes: "
-        f"{', '.join(roots)}. Each run ends after {wish.steps} steps of an optimizer, before code behind the loop"
+        f"{', '.join(roots)}. Each run ends after {wish.steps} steps of an optimizer, before code after the loop"
     )
     series = _Series(plan, roots, wish.out.resolve())
     failure = failed_under = interrupted = ""

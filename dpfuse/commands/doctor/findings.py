@@ -313,7 +313,7 @@ def _left_out(run: Run) -> str | None:
         }
         if len(set(counts.values())) > 1:
             behind = " and ".join(f"{count} on rank {rank}" for rank, count in list(counts.items())[:SHOWN])
-            return f"step {step} comes behind other numbers of averaged backwards: {behind}"
+            return f"step {step} comes after other numbers of averaged backwards: {behind}"
     return None
 
 
@@ -384,7 +384,7 @@ def _same_order(run: Run) -> Iterator[Finding]:
 
 
 def _own_buffers(run: Run) -> Iterator[Finding]:
-    """Yield that buffers differ between ranks behind each average: dpfuse has not sent them."""
+    """Yield that buffers differ between ranks after each average: dpfuse has not sent them."""
     for model in run.traces[0].models if run.traces else []:
         number, names = str(model["number"]), model.get("buffers", [])
         rows = [

@@ -10,7 +10,7 @@ from dpfuse.trace.trace_file import ABSENT, HOOKED, RankTrace, hashes_in
 __all__ = ["changed_on_some_ranks"]
 
 ALWAYS = 3  # gradients of a rank, all of which are changed: no hook that cuts only what is large
-Hashes = tuple[str, str]  # of a gradient as it was computed, and behind hooks of the program
+Hashes = tuple[str, str]  # of a gradient as it was computed, and after hooks of the program
 
 
 def changed_on_some_ranks(traces: Mapping[int, RankTrace]) -> str | None:

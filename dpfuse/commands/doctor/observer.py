@@ -1,6 +1,6 @@
 """What acts inside the processes of a program that the doctor runs: the wrapper's class, the trace, and the end.
 
-It is imported behind `import torch`, which may be one of dpfuse's own imports. So it takes no name from `dpfuse`.
+It is imported after `import torch`, which may be one of dpfuse's own imports. So it takes no name from `dpfuse`.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ class _Observer:
         self._moves()
         if self._fed is not None:
             self._fed.step()
-            self._fed = None  # a step counts only directly behind a batch
+            self._fed = None  # a step counts only directly after a batch
         if steps == self._order.deep and not self._times and self._order.wrapper == "dpfuse":
             for wrapper in self._wrappers:
                 times = CommunicationTimes()
@@ -227,7 +227,7 @@ class _Observer:
             self._end()
 
     def _end(self) -> None:
-        """End this process here, so that no code of the program behind the loop saves or uploads anything."""
+        """End this process here, so that no code of the program after the loop saves or uploads anything."""
         if not self._ends.acquire(blocking=False):
             time.sleep(LONGEST_WAIT)  # the other thread does it
         self._write_facts()
@@ -248,7 +248,7 @@ class _Observer:
         return (self._folder / OVER).exists() or not self._folder.exists()
 
     def _end_behind_the_ranks(self) -> None:
-        """End a process that has started the ranks, or belongs to them, without the code behind their end."""
+        """End a process that has started the ranks, or belongs to them, without the code after their end."""
         while not all_done(self._folder) and not self._is_over():
             time.sleep(LOOK / 5)
         if self._waits != os.getpid():

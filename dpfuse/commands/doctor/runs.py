@@ -43,7 +43,7 @@ OFFLINE = {
     "AIM_REPO": "{folder}",
 }
 KEPT = {"WANDB_MODE": ("disabled", "dryrun"), "NEPTUNE_MODE": ("debug",)}  # what is safe already
-TUNING = 30  # steps that the tuner gets, more than it needs; those behind are timed
+TUNING = 30  # steps that the tuner gets, more than it needs; those after are timed
 STEP_OF = re.compile(rb'"kind":"step","step":\d+,"optimizer":(\d+)')
 LOOK = 0.2  # seconds between two looks at the progress
 ENDING = 300.0  # seconds in which the ranks that are behind end themselves, once one has made its steps
@@ -241,7 +241,7 @@ def _watched(
             now = time.monotonic()
         if plan.own_ranks and all_done(folder):
             time.sleep(GRACE)
-            os.killpg(process.pid, signal.SIGKILL)  # also a shell, which has code behind the ranks
+            os.killpg(process.pid, signal.SIGKILL)  # also a shell, which has code after the ranks
             process.wait()
             return 0
         progress = _progress(folder)

@@ -39,7 +39,7 @@ AVERAGES = {
 }
 # Of a model of which an optimizer has stepped on a part: another one may begin late.
 LATE = {NEVER_STEPPED: never_stepped.BEGIN + never_stepped.LATER + 1}
-# Steps. The first one of an optimizer is not counted. A window cut short counts behind usual ones, and if weights still
+# Steps. The first one of an optimizer is not counted. A window cut short counts after usual ones, and if weights still
 # differ a step later.
 STEPS = {
     NOTHING_AVERAGED: local_steps.STEPS + 1,

@@ -305,7 +305,7 @@ class _GradientInPlace:
             # It was replaced or removed after it was sent.
             table = PointerTable(self.flat, [self._slot], self._dtype)
         else:
-            # The copy belongs to the parameter if it was delivered before, and something failed behind it.
+            # The copy belongs to the parameter if it was delivered before, and something failed after it.
             table = self._copy if self._copy is not None else PointerTable(self.flat, [self._slot], self._dtype)
         if grad is not None:
             try:

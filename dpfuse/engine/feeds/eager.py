@@ -146,8 +146,8 @@ class Eager(Feed):
         low, high = self._buffer.table.storage_range
         if grad is not None and low <= grad.data_ptr() < high and grad.data_ptr() != large.address:
             raise ValueError(
-                f"the gradient of parameter {large.slots[0].name!r} lies in the buffer in the place of another one; "
-                "expected its own place, or memory of its own. Assign a clone"
+                f"the gradient of parameter {large.slots[0].name!r} lies in another parameter's part of the "
+                "communication buffer; expected its own part, or memory of its own. Assign a clone"
             )
 
 

@@ -54,8 +54,8 @@ class TreeSums(Accumulating):
             raise DPFuseError(_outside(number))
         if capturing():
             raise DPFuseError(
-                f"{self._label} has to add up a micro-batch while a CUDA graph is captured, whose replays would have "
-                "its number and its seeds for ever; expected none. Train with fixed_micro_batches outside of graphs"
+                f"{self._label} has to add up a micro-batch while a CUDA graph is captured. Each replay would repeat "
+                "its number and its seeds; expected no capture. Train with fixed_micro_batches outside of graphs"
             )
         adds = True
         if number != self._number:

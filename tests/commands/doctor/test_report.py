@@ -303,7 +303,7 @@ def test_of_a_step_that_is_left_out_the_trace_has_the_number_too():
     run.facts["0"]["findings"] = [note]
     (told,) = findings_of([run])
     assert (told.code, told.title) == ("DPF-W01", "a rank leaves out steps")
-    assert "step 1 comes behind other numbers of averaged backwards" in told.text
+    assert "step 1 comes after other numbers of averaged backwards" in told.text
     assert told.text.endswith("The values differ by the factor 0.5, as after weight decay or a scaling on some ranks.")
 
 
@@ -426,7 +426,7 @@ def test_a_rank_that_leaves_out_steps_is_named():
     run = traced(EQUAL_STEPS, EQUAL_STEPS)
     run.traces[1].steps[1]["backwards"] *= 2
     (found,) = findings_of([run])
-    assert "step 1 comes behind other numbers of averaged backwards: 1 on rank 0 and 2 on rank 1" in found.text
+    assert "step 1 comes after other numbers of averaged backwards: 1 on rank 0 and 2 on rank 1" in found.text
     run.traces[1].steps.clear()
     (found,) = findings_of([run])
     assert "rank 1 makes no step of an optimizer, and others do" in found.text

@@ -10,7 +10,7 @@ from torch import nn
 import dpfuse
 
 INTERRUPTED = r"the last backward was interrupted by an exception on rank 1 of 2 only"
-PEER = r"the backward failed on rank 1 of 2, and rank 0 cannot have its gradients"
+PEER = r"the backward failed on rank 1 of 2, so rank 0 has no averaged gradients"
 
 
 class Fuse(torch.autograd.Function):
