@@ -240,6 +240,13 @@ def test_no_set_of_frozen_parameters_looks_like_none():
     assert _hash([3, 1]) == _hash(frozenset([1, 3]))
 
 
+def test_ranks_that_have_frozen_as_many_parameters_but_not_the_same_ones_differ():
+    for reading in readings([outcome(frozen=(1,)), outcome(frozen=(2,))]):
+        assert reading.differing == ("frozen",)
+    for reading in readings([outcome(frozen=(1, 2)), outcome(frozen=(2, 1))]):
+        assert reading == Reading()
+
+
 def test_the_same_report_is_sent_again_until_something_changes():
     told = {"size": 1}
     report = make_report(told=told)

@@ -69,6 +69,7 @@ def test_a_model_alone_has_nothing_to_compare():
 @pytest.mark.parametrize(
     "other",
     [
+        [(1, 0), (1, 1), (0, 0), (0, 1)],
         [(1, 0), (0, 0), (0, 1), (1, 1)],
         [(0, 0), (1, 0), (0, 1), (1, 1)],
         [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0)],

@@ -165,6 +165,21 @@ def test_16_bit_gradients_are_rounded_once_and_wider_ones_keep_their_dtype(rank,
 
 
 @pytest.mark.parametrize("views", [True, False])
+def test_windows_may_change_their_length_and_what_they_use_on_all_ranks(rank, size, views):
+    """What the window before has told must not be in the report of this one."""
+    model = wrap(gradient_as_bucket_view=views, find_unused_parameters=True)
+    for step, sides in enumerate([(0, 1), (1, 1, 0), (0, 0), (0, 1, 0, 1), (1, 1, 1)]):
+        for micro, side in enumerate(sides):
+            with model.no_sync(enabled=micro < len(sides) - 1):
+                value = loss(model, inputs(rank, step, micro), side=side)
+            value.backward()
+        for side in (0, 1):
+            unused = [param.grad is None for param in model.module.sides[side].parameters()]
+            assert unused == [side not in sides] * 2
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("views", [True, False])
 def test_a_parameter_counts_as_used_if_some_micro_batch_used_it(rank, size, views):
     """Used in an earlier micro-batch, on one rank only, in none: whatever was accumulated is averaged."""
     for mine, other in [((1, 0, 0), (0, 0, 0)), ((0, 0, 1), (0, 1, 0)), ((1, 1, 0), (0, 1, 0)), ((0,) * 3, (0,) * 3)]:
