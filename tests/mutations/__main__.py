@@ -2,8 +2,8 @@
 
 `python -m tests.mutations [PART ...] [--out FILE]`. PART is a part of a name or of a file; without one, all run. Each
 defect has a copy of its own of the files that git knows, as they are now. Its tests run there until the first one
-fails. A test that fails without the defect has found nothing: so all tests that failed run once more, in a copy
-without a defect.
+fails. A test that fails without the defect has found nothing: so all tests that failed, or took too long, run once
+more in a copy without a defect.
 
 The exit code is 1 if a defect was not found.
 """
@@ -31,6 +31,7 @@ from tests.mutations.mutations import MUTATIONS, Mutation
 ROOT = Path(__file__).parents[2]
 PYTEST = ("-q", "--timeout", "120", "-n", "1", "-p", "no:cacheprovider", "-m", "not slow and not gpu")
 LIMIT = 240  # seconds for the tests of one defect; a right program needs less, so a longer run is a defect that hangs
+TIME_OUT = f"found: time-out of {LIMIT} s"
 FAILED = re.compile(r"^(?:FAILED|ERROR) (tests/\S+?::.+?)(?: - .*)?$", re.MULTILINE)
 TESTS_FAILED = (1, 2)  # pytest's exit codes: after the last test, and where it has stopped after the first failure
 
@@ -131,7 +132,7 @@ def try_out(mutation: Mutation) -> Result:
         run = run_tests(copy, mutation.tests, "-x")
         seconds = monotonic() - began
     if run.code is None:
-        return Result(mutation, seconds, "", f"found: time-out of {LIMIT} s")
+        return Result(mutation, seconds, "", TIME_OUT)
     if run.code == 0:
         return Result(mutation, seconds, "", "not found")
     if run.code in TESTS_FAILED and run.failed:
@@ -141,11 +142,17 @@ def try_out(mutation: Mutation) -> Result:
 
 
 def confirm(results: Sequence[Result]) -> None:
-    """Run the tests that failed in a copy without a defect. What fails there, too, has found nothing."""
+    """Run the tests that failed in a copy without a defect. What fails there, too, has found nothing.
+
+    The same holds for tests that took too long.
+    """
     tests = sorted({result.test for result in results if result.test})
-    if not tests:
-        return
     with copy_of_checkout() as copy:
+        for result in results:
+            if result.how == TIME_OUT and run_tests(copy, result.mutation.tests, "-x").code is None:
+                result.how = f"not tested: its tests take more than {LIMIT} s without the defect, too,"
+        if not tests:
+            return
         run = run_tests(copy, tests, limit=LIMIT + 30 * len(tests))
     if run.code not in (0, *TESTS_FAILED):
         print(run.text[-2000:], file=sys.stderr)

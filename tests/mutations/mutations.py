@@ -39,7 +39,7 @@ ENGINE = (
         "dpfuse/engine/averaging.py",
         "return Averaging(wire, 1.0 / world_size, float(scale) * world_size)",
         "return Averaging(wire, 1.0 / world_size, float(scale))",
-        ("tests/unit/test_averaging.py", "tests/distributed/manual/test_fused_allreduce.py"),
+        ("tests/distributed/wires/test_wire_dtype.py",),
     ),
     Mutation(
         "the first parameter that is ready too late is not reported",
@@ -81,14 +81,14 @@ ENGINE = (
         "dpfuse/engine/feeds/accumulating.py",
         "            buffer.report.zero_()  # since the report is added, too\n",
         "",
-        ("tests/distributed/accumulation/test_in_buckets.py", "tests/distributed/accumulation/test_windows.py"),
+        ("tests/distributed/accumulation/test_in_buckets.py",),
     ),
     Mutation(
         "a rank that cannot add up its part of an ordered sum raises nothing",
         "dpfuse/engine/exchanges/ordered.py",
         "                error = again\n",
         "",
-        (FAILURES + "test_injected_failures.py", AVERAGING + "test_deterministic.py"),
+        ("tests/unit/test_ordered_sum.py", FAILURES + "test_injected_failures.py"),
     ),
     Mutation(
         "a gradient is sparse on the ranks unless it is dense on all",
