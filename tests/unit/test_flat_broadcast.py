@@ -20,3 +20,12 @@ def test_they_stay_on_the_gpu_where_nccl_takes_them(group, nccl, monkeypatch):
     if nccl:
         broadcast(0)
         assert tensors[0].tolist() == [0, 1, 2]
+
+
+def test_a_counter_that_got_other_memory_is_sent_from_there(group):
+    counter = torch.tensor(1)
+    broadcast = flat_broadcast.FlatBroadcast([counter, torch.ones(2)], group)
+    broadcast.stage()
+    counter.data = torch.tensor(2)
+    broadcast.stage()
+    assert broadcast.values[0].item() == 2
