@@ -147,7 +147,7 @@ COMM = (
         "dpfuse/comm/waiting.py",
         "    work.wait(NO_LIMIT)  # raises the error with which the work failed\n",
         "",
-        (FAILURES + "test_failed_collectives.py", FAILURES + "test_heartbeat.py"),
+        ("tests/unit/test_waiting.py", FAILURES + "test_failed_collectives.py"),
     ),
     Mutation(
         "a work of several stages waits without the limit that it was given",
@@ -161,7 +161,7 @@ COMM = (
         "dpfuse/comm/flat_broadcast.py",
         "if addresses != self._addresses:",
         "if not self._addresses:",
-        ("tests/unit/test_flat_broadcast.py", "tests/distributed/buffers"),
+        ("tests/unit/test_flat_broadcast.py",),
     ),
 )
 
