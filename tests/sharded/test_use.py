@@ -22,8 +22,8 @@ def loss_of(model, step, rank, *, bad=False):
     return loss * (math.inf if bad else 1)
 
 
-def scaled(rank, size, ours):
-    """Training with a GradScaler and a batch of rank 1 that overflows; DDP beside."""
+def scaled(rank, size, ours, everywhere):
+    """Training with a GradScaler and a batch of rank 1 that overflows, maybe in one element; DDP beside."""
     seen = []
     for sharded in (True, False):
         net = network()
@@ -35,7 +35,11 @@ def scaled(rank, size, ours):
         skipped = []
         for step in range(STEPS):
             before = [param.detach().clone() for param in net.parameters()]
-            scaler.scale(loss_of(model, step, rank, bad=step == 3 and rank == 1)).backward()
+            bad = step == 3 and rank == 1
+            loss = loss_of(model, step, rank, bad=bad and everywhere)
+            if bad and not everywhere:  # only the rank that has the part with this element sees it
+                loss = loss + math.inf * [*net.parameters()][0].view(-1)[0]
+            scaler.scale(loss).backward()
             if step % 2:
                 scaler.unscale_(optimizer)
             scaler.step(optimizer)
@@ -49,10 +53,11 @@ def scaled(rank, size, ours):
     return max((one - other).abs().max().item() for one, other in zip(weights, their_weights, strict=True))
 
 
+@pytest.mark.parametrize("everywhere", [True, False], ids=["all elements", "one element"])
 @pytest.mark.parametrize("ours", [False, True], ids=["torch", "dpfuse"])
-def test_a_scaler_skips_on_all_ranks(ranks, ours):
+def test_a_scaler_skips_on_all_ranks(ranks, ours, everywhere):
     # The scale is a power of two: it changes no bit of float32.
-    assert ranks(scaled, ours) == [0.0, 0.0]
+    assert ranks(scaled, ours, everywhere) == [0.0, 0.0]
 
 
 def norms(rank, size, order):
