@@ -38,7 +38,7 @@ def scaled(rank, size, ours, everywhere):
             bad = step == 3 and rank == 1
             loss = loss_of(model, step, rank, bad=bad and everywhere)
             if bad and not everywhere:  # only the rank that has the part with this element sees it
-                loss = loss + math.inf * [*net.parameters()][0].view(-1)[0]
+                loss = loss + math.inf * next(net.parameters()).view(-1)[0]
             scaler.scale(loss).backward()
             if step % 2:
                 scaler.unscale_(optimizer)

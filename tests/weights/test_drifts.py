@@ -81,6 +81,11 @@ def test_a_drift_is_named(ranks, name):
     check(ranks(told, name, "DataParallel", size=2), 2, name)
 
 
+def test_of_three_ranks_the_one_that_differs_from_the_others_is_named(ranks):
+    name = next(iter(DRIFTS))
+    check(ranks(told, name, "DataParallel", size=3), 3, name)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("face", ["DataParallel", "DistributedDataParallel"])
 @pytest.mark.parametrize("size", [2, 3, 4])

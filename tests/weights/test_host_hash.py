@@ -3,7 +3,7 @@
 import torch
 
 from dpfuse.weights.hashing import Hashing, write_number
-from dpfuse.weights.host_hash import joined_hash_of
+from dpfuse.weights.host_hash import hash_of_memory, joined_hash_of
 from dpfuse_kernels.bit_hash import write_bits
 
 CPU = torch.device("cpu")
@@ -53,6 +53,17 @@ def test_the_order_of_tensors_and_of_elements_counts_and_strides_do_not():
     assert joined_hash_of([torch.empty(0), other], 0) == joined_hash_of([other], 0)
 
 
+def test_the_place_of_each_number_counts_in_large_memory():
+    """Sums of its rows and columns are hashed."""
+    memory = torch.arange(40_000, dtype=torch.int32)
+    usual = hash_of_memory(memory, 0)
+    assert usual == hash_of_memory(memory.clone(), 0)
+    for first, second in [(0, 2), (0, 1), (1024, 1026), (0, 1024), (0, 39_999), (39_998, 39_999)]:
+        other = memory.clone()
+        other[[first, second]] = memory[[second, first]]
+        assert hash_of_memory(other, 0) != usual, (first, second)
+
+
 def test_of_complex_numbers_the_values_are_hashed():
     values = torch.view_as_complex(torch.randn(3, 2))
     lazy = values.conj()
@@ -75,6 +86,16 @@ def test_a_small_tensor_that_has_another_size_or_is_gone_is_left_out():
     assert torch.equal(written(), without)
     del tensors["b"]
     assert torch.equal(written(), without)
+
+
+def test_a_large_weight_has_the_same_hash_in_each_memory_format():
+    weight = torch.randn(8, 16, 16, 16)  # small ones are hashed in the order of their indices
+    found = [
+        Hashing({"weight": weight.contiguous(memory_format=kind)}, {"weight": weight.stride()}, CPU)
+        for kind in (torch.contiguous_format, torch.channels_last)
+    ]
+    assert found[0].each().tolist() == found[1].each().tolist()
+    assert found[0].describe() == found[1].describe()
 
 
 def test_empty_slices_are_counted_up_to_the_next_that_is_not():
