@@ -223,14 +223,14 @@ WEIGHTS = (
         "dpfuse/weights/examination.py",
         "largest = max(sets.values(), key=len)",
         "largest = min(sets.values(), key=len)",
-        ("tests/weights/test_drifts.py", "tests/weights/test_wrong_programs.py"),
+        ("tests/weights/test_drifts.py",),
     ),
     Mutation(
         "each rank hashes a weight in the order of its own memory",
         "dpfuse/weights/hashing.py",
         "agreed if agreed and sorted(agreed) == sorted(now) else now for now, agreed in own",
         "now for now, agreed in own",
-        ("tests/weights/test_right_programs.py",),
+        ("tests/weights/test_host_hash.py",),
     ),
     Mutation(
         "the hash of large memory leaves out the place inside a row",
