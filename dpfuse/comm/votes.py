@@ -154,10 +154,10 @@ def gather_texts(text: str, group: dist.ProcessGroup) -> list[str]:
     return [_text_in(other) for other in collective.all_gather(row, group)]
 
 
-def share_text(text: str, group: dist.ProcessGroup, source: int = 0) -> str:
-    """Return the text of rank `source`, of at most `SHARED_TEXT` bytes."""
+def share_text(text: str, group: dist.ProcessGroup) -> str:
+    """Return the text of rank 0, of at most `SHARED_TEXT` bytes."""
     row = _row(text, SHARED_TEXT).to(collective.group_device(group))
-    collective.broadcast(row, group, source)
+    collective.broadcast(row, group)
     return _text_in(row)
 
 

@@ -35,16 +35,13 @@ class RankEnvironment:
     one_machine: bool
 
 
-def read_environment(environ: Mapping[str, str] | None = None) -> RankEnvironment | None:
+def read_environment() -> RankEnvironment | None:
     """Return what torch's variables say, else what Paddle's say; None if neither are set.
-
-    Args:
-        environ: the variables; None reads those of this process.
 
     Raises:
         ValueError: a variable is missing or wrong.
     """
-    environ = os.environ if environ is None else environ
+    environ = os.environ
     if any(name in environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
         return _read(environ, "RANK", "WORLD_SIZE", "LOCAL_RANK", _torch_master(environ))
     if any(name in environ for name in ("PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM")):

@@ -90,10 +90,10 @@ class Heartbeat:
         finding = find_cause(self._states(monotonic()))
         return None if finding is None else PeerFailure(finding.text, finding.ranks)
 
-    def stop(self, within: float = 1.0) -> None:
+    def stop(self) -> None:
         """End the thread. Called by another thread."""
         self._requests.stop()
-        self._thread.join(within)
+        self._thread.join(1.0)
 
     def abandon(self) -> None:
         """In a fork, which has no such thread: close the connections, so that they end with the parent."""
