@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+import dpfuse
 import dpfuse_kernels
 from dpfuse.engine.feeds import at_once
 from dpfuse_kernels import PointerTable
@@ -55,12 +56,14 @@ class Values(TorchDispatchMode):
 
 def compute_kernels(monkeypatch: Any) -> None:
     """Let each kernel of dpfuse be launched, and then computed by its reference."""
+    for name in dpfuse.__all__:
+        getattr(dpfuse, name)  # a module that is imported later would keep what is patched here
     ours = [module for name, module in sys.modules.items() if name.split(".")[0] in ("dpfuse", "dpfuse_kernels")]
     for name in dpfuse_kernels.__all__:
         operation = getattr(dpfuse_kernels, name)
         reference = getattr(sys.modules[operation.__module__], f"{name}_reference", None)
         for module in ours if reference is not None else ():
-            if getattr(module, name, None) is operation:
+            if vars(module).get(name) is operation:
                 monkeypatch.setattr(module, name, _both(operation, reference))
     again = at_once.flatten_again
 
