@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import bench.bench_sharded as suite
-from bench.goals import Entry, judge
 from bench.models import layers, small_cnn
 from bench.step_time import Effort
 from bench.training import FORWARD, IN_BACKWARD, REFERENCE, SHARDED, ZERO, Trained, memory_of, prove_way
@@ -124,29 +123,3 @@ def test_a_measurement_ends_when_parameters_have_arrived():
     one = Trained(lambda: done.append("step"), list, settle=lambda: done.append("arrived"))
     suite._several(one, 3)
     assert done == ["step"] * 3 + ["arrived"]
-
-
-@pytest.mark.parametrize(
-    ("case", "seconds", "met"),
-    [
-        ("CNN", 0.59, [True, True]),
-        ("CNN", 0.61, [True, False]),
-        ("CNN", 1.01, [False, False]),
-        ("Muon", 0.59, [True]),
-        ("Muon", 0.61, [False]),
-        (COPIES_CASE, 0.99, [True]),
-        (COPIES_CASE, 1.01, [False]),
-        ("cuda BERT-large b8", 0.5, []),
-        ("network 100 us, 1 backward", 0.69, [True]),
-        ("network 100 us, 1 backward", 0.71, [False]),
-        ("network 100 us, 0.5 backward", 0.71, [True]),
-    ],
-)
-def test_goals(case, seconds, met):
-    names = suite.IN_NETWORKS if case.startswith("network") else (suite.PAIRS | suite.CUDA)[case].contenders
-    entries = [
-        Entry("sharded", case, name, seconds if "dpfuse sharded" in name else 1.0, 1.0, 0.0, 5, {}) for name in names
-    ]
-    outcomes = [one for one in judge(entries) if one.suite == "sharded"]
-    assert {one.what.split(" / ")[0].removeprefix("training step, ") for one in outcomes} == OURS
-    assert [one.met for one in outcomes if "dpfuse sharded /" in one.what and one.met is not None] == met
