@@ -28,10 +28,6 @@ def test_the_text_says_what_got_expected_and_remedy(name, tmp_path):
     assert missing(mistake, text) == {}, text
 
 
-def test_there_are_at_least_sixty():
-    assert len(MISTAKES) >= 60
-
-
 def made(rank, size, name):
     with pytest.raises(DPFuseError) as caught:
         SHARED[name].action(rank)

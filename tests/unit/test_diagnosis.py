@@ -163,7 +163,7 @@ def test_ranks_that_do_the_same_share_a_line():
 def test_a_report_is_short_however_much_ranks_differ():
     seen = {rank: RankState(replace(BUSY, step=rank)) for rank in range(1, 500)} | {0: RankState(WAITS)}
     lines = judge(seen, whole_job=True).text.splitlines()
-    assert len(lines) == 14
+    assert len(lines) < 20
     assert lines[-1] == "  and 488 ranks elsewhere"
 
 
