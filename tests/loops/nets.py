@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Wrapping", "batch", "batches", "loss_of", "mlp", "seeded"]
+__all__ = ["Wrapping", "batch", "batches", "loss_of", "mlp", "seeded", "train", "with_sgd"]
 
 
 def seeded(rank: int, number: int = 0) -> torch.Generator:
@@ -57,3 +57,25 @@ class Wrapping(torch.optim.Optimizer):
 def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
     """The mean of the squared errors."""
     return (outputs - targets).square().mean()
+
+
+def with_sgd(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The model, and an optimizer of its parameters."""
+    return model, torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loader: Iterable[tuple[Tensor, Tensor]],
+    *,
+    window: int = 1,
+) -> None:
+    """The loop of most programs: a step after each `window` batches, of which the last one is synchronised."""
+    for index, (x, y) in enumerate(loader):
+        last = (index + 1) % window == 0
+        with model.no_sync(enabled=not last):
+            loss_of(model(x), y).backward()
+        if last:
+            optimizer.step()
+            optimizer.zero_grad()

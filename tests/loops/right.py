@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import dpfuse
-from tests.loops.nets import batch, batches, loss_of, mlp, seeded
+from tests.loops.nets import Wrapping, batch, batches, loss_of, mlp, seeded, train, with_sgd
 
 __all__ = ["PROGRAMS"]
 
@@ -24,17 +25,26 @@ def quiet(program: Loop) -> Loop:
     return program
 
 
+def average_gradients(module):
+    """Average the gradients as programs did before there was DDP."""
+    for param in module.parameters():
+        dist.all_reduce(param.grad)
+        param.grad /= dist.get_world_size()
+
+
+def average_weights(module):
+    """Local SGD's average."""
+    for param in module.parameters():
+        dist.all_reduce(param.data)
+        param.data /= dist.get_world_size()
+
+
 # --- Accumulation ---
 
 
 @quiet
 def plain(rank, size):
-    model = dpfuse.DistributedDataParallel(mlp())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for x, y in batches(rank, 30):
-        optimizer.zero_grad()
-        loss_of(model(x), y).backward()
-        optimizer.step()
+    train(*with_sgd(dpfuse.DistributedDataParallel(mlp())), batches(rank, 30))
 
 
 @quiet
@@ -68,8 +78,7 @@ def no_sync_with_zeros_kept(rank, size):
 
 @quiet
 def two_backwards_that_both_synchronise(rank, size):
-    model = dpfuse.DistributedDataParallel(mlp())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer = with_sgd(dpfuse.DistributedDataParallel(mlp()))
     for x, y in batches(rank, 20):
         optimizer.zero_grad()
         outputs = model(x)
@@ -80,8 +89,7 @@ def two_backwards_that_both_synchronise(rank, size):
 
 @quiet
 def in_buckets(rank, size):
-    model = dpfuse.DataParallel(mlp(), accumulate_in_buckets=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer = with_sgd(dpfuse.DataParallel(mlp(), accumulate_in_buckets=True))
     for index, (x, y) in enumerate(batches(rank, 40)):
         with model.no_sync(enabled=index % 2 == 0):
             loss_of(model(x), y).backward()
@@ -93,8 +101,7 @@ def in_buckets(rank, size):
 @quiet
 def scaler_that_skips_steps(rank, size):
     """A loss of infinity in window 3: the scaler skips that step, on all ranks."""
-    model = dpfuse.DistributedDataParallel(mlp())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer = with_sgd(dpfuse.DistributedDataParallel(mlp()))
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     for index, (x, y) in enumerate(batches(rank, 24)):
         with model.no_sync(enabled=index % 2 == 0):
@@ -108,14 +115,180 @@ def scaler_that_skips_steps(rank, size):
             optimizer.zero_grad(set_to_none=index % 3 == 0)
 
 
+@quiet
+def a_window_that_is_dropped_once(rank, size):
+    """All ranks have agreed that its loss is no number."""
+    model, optimizer = with_sgd(dpfuse.DistributedDataParallel(mlp()))
+    for index, (x, y) in enumerate(batches(rank, 60)):
+        last = index % 3 == 2
+        with model.no_sync(enabled=not last):
+            loss = loss_of(model(x), y)
+        if index == 37:
+            optimizer.zero_grad()
+            continue
+        loss.backward()
+        if last:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@quiet
+def saliency_of_one_forward_every_four_windows(rank, size):
+    """The logged gradient is that of one output of a forward whose loss is trained on, too."""
+    model = dpfuse.DataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    for index, (x, y) in enumerate(batches(rank, 64)):
+        model.require_backward_grad_sync = index % 2 == 1
+        outputs = model(x)
+        if index % 8 == 0:
+            outputs[0, 0].backward(retain_graph=True)
+            optimizer.zero_grad()
+        loss_of(outputs, y).backward()
+        if index % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@quiet
+def weights_kept_for_a_longer_memory(rank, size):
+    """Momentum by hand: gradients are not zeroed, but shrunk after each step."""
+    model, optimizer = with_sgd(dpfuse.DistributedDataParallel(mlp()))
+    for x, y in batches(rank, 20):
+        loss_of(model(x), y).backward()
+        optimizer.step()
+        torch._foreach_mul_([param.grad for param in model.parameters()], 0.5)
+
+
+@quiet
+def contexts_on_an_exit_stack(rank, size):
+    models = [dpfuse.DistributedDataParallel(mlp()), dpfuse.DistributedDataParallel(mlp())]
+    optimizer = torch.optim.SGD([param for model in models for param in model.parameters()], lr=0.01)
+    for index, (x, y) in enumerate(batches(rank, 48)):
+        with ExitStack() as stack:
+            if index % 4 != 3:
+                for model in models:
+                    stack.enter_context(model.no_sync())
+            loss_of(models[0](x) + models[1](x), y).backward()
+        if index % 4 == 3:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@quiet
+def hugging_face_style_with_a_short_last_window(rank, size):
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.AdamW(model.parameters())
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 10))
+    steps_in_epoch, accumulation, max_grad_norm = 14, 4, 1.0
+    for epoch in range(6):
+        model.train()
+        model.zero_grad()
+        for step, (x, y) in enumerate(batches(rank, steps_in_epoch, epoch)):
+            is_last = (step + 1) % accumulation == 0 or (step + 1) == steps_in_epoch
+            context = nullcontext if is_last else model.no_sync
+            with context():
+                (loss_of(model(x), y) / accumulation).backward()
+            if is_last:
+                nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+                optimizer.step()
+                schedule.step()
+                model.zero_grad()
+        model.eval()
+        with torch.no_grad():
+            model(x)
+
+
+@quiet
+def scaler_whose_first_steps_are_skipped(rank, size):
+    """The scale begins far too high, as it does by default."""
+    model, optimizer = with_sgd(dpfuse.DistributedDataParallel(mlp()))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    for x, y in batches(rank, 30):
+        optimizer.zero_grad(set_to_none=False)
+        scaler.scale(loss_of(model(x), y) * 16).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+
+
+@quiet
+def optimizers_made_anew_each_epoch(rank, size):
+    model = dpfuse.DistributedDataParallel(mlp())
+    for epoch in range(5):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1 / (epoch + 1))
+        train(model, optimizer, batches(rank, 12, epoch), window=2)
+
+
+@quiet
+def an_optimizer_for_each_parameter(rank, size):
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizers = [torch.optim.SGD([param], lr=0.01) for param in model.parameters()]
+    for index, (x, y) in enumerate(batches(rank, 48)):
+        with model.no_sync(enabled=index % 2 == 0):
+            loss_of(model(x), y).backward()
+        if index % 2:
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+@quiet
+def gradients_dropped_in_a_hook_behind_the_step(rank, size):
+    model, optimizer = with_sgd(dpfuse.DistributedDataParallel(mlp()))
+    optimizer.register_step_post_hook(lambda *_: [setattr(param, "grad", None) for param in model.parameters()])
+    for x, y in batches(rank, 24):
+        loss_of(model(x), y).backward()
+        optimizer.step()
+
+
+@quiet
+def swa_swapped_in_for_evaluation(rank, size):
+    model = dpfuse.DistributedDataParallel(mlp())
+    average = torch.optim.swa_utils.AveragedModel(model.module)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    schedule = torch.optim.swa_utils.SWALR(optimizer, swa_lr=0.005, anneal_epochs=2)
+    for index, (x, y) in enumerate(batches(rank, 30)):
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        optimizer.step()
+        if index % 6 == 5:
+            average.update_parameters(model.module)
+            schedule.step()
+            kept = copy.deepcopy(model.module.state_dict())
+            model.module.load_state_dict(average.module.state_dict())
+            model.eval()
+            with torch.no_grad():
+                model(x)
+            model.train()
+            model.module.load_state_dict(kept)
+
+
+@quiet
+def learning_rate_finder(rank, size):
+    """100 rates in a row, then the weights from before."""
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-7)
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    for index, (x, y) in enumerate(batches(rank, 24)):
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-7 * 1.5**index
+        optimizer.zero_grad()
+        loss = loss_of(model(x), y)
+        loss.backward()
+        optimizer.step()
+    model.load_state_dict(before[0])
+    optimizer.load_state_dict(before[1])
+    train(model, optimizer, batches(rank, 12))
+
+
 # --- Local backwards on purpose ---
 
 
 @quiet
 def gradients_read_for_a_log(rank, size):
     """A local backward between steps shows what this rank's gradient is."""
-    model = dpfuse.DistributedDataParallel(mlp())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer = with_sgd(dpfuse.DistributedDataParallel(mlp()))
     for number, (x, y) in enumerate(batches(rank, 20)):
         loss_of(model(x), y).backward()
         optimizer.step()
@@ -128,8 +301,7 @@ def gradients_read_for_a_log(rank, size):
 @quiet
 def penalty_in_no_sync_outside_the_wrapper(rank, size):
     """It is the same on each rank."""
-    model = dpfuse.DistributedDataParallel(mlp())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer = with_sgd(dpfuse.DistributedDataParallel(mlp()))
     for x, y in batches(rank, 20):
         optimizer.zero_grad()
         loss_of(model(x), y).backward()
@@ -171,27 +343,9 @@ def gan_whose_generator_step_writes_the_discriminator(rank, size):
 
 
 @quiet
-def dcgan_with_one_backward_of_the_critic_in_no_sync(rank, size):
-    generator = dpfuse.DistributedDataParallel(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)))
-    critic = dpfuse.DistributedDataParallel(nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)))
-    of_generator = torch.optim.Adam(generator.parameters())
-    of_critic = torch.optim.Adam(critic.parameters())
-    for x, y in batches(rank, 20):
-        critic.zero_grad()
-        with critic.no_sync():
-            critic(y).mean().backward()
-        (-critic(generator(x).detach()).mean()).backward()
-        of_critic.step()
-        generator.zero_grad()
-        critic(generator(x)).mean().backward()
-        of_generator.step()
-
-
-@quiet
 def sam_of_each_rank(rank, size):
     """Sharpness-aware minimisation: the first backward is local and zeroed, the second is averaged."""
-    model = dpfuse.DistributedDataParallel(mlp())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer = with_sgd(dpfuse.DistributedDataParallel(mlp()))
     for x, y in batches(rank, 20):
         with model.no_sync():
             loss_of(model(x), y).backward()
@@ -211,15 +365,12 @@ def sam_of_each_rank(rank, size):
 @quiet
 def average_by_hand_after_a_mixed_window(rank, size):
     """The first forward was outside of no_sync(), but the gradients of all are averaged by hand in the end."""
-    model = dpfuse.DistributedDataParallel(mlp())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer = with_sgd(dpfuse.DistributedDataParallel(mlp()))
     for index, (x, y) in enumerate(batches(rank, 24)):
         with model.no_sync(enabled=index % 2 == 1):
             loss_of(model(x), y).backward()
         if index % 2:
-            for param in model.parameters():
-                dist.all_reduce(param.grad)
-                param.grad /= size
+            average_gradients(model)
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             optimizer.step()
             optimizer.zero_grad()
@@ -227,8 +378,7 @@ def average_by_hand_after_a_mixed_window(rank, size):
 
 @quiet
 def fused_average_by_hand_after_a_mixed_window(rank, size):
-    model = dpfuse.DataParallel(mlp())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer = with_sgd(dpfuse.DataParallel(mlp()))
     for index, (x, y) in enumerate(batches(rank, 24)):
         with model.no_sync(enabled=index % 2 == 1):
             loss_of(model(x), y).backward()
@@ -282,8 +432,7 @@ def fisher_information(rank, size):
 @quiet
 def an_exception_in_a_window(rank, size):
     """Every rank drops the window in which a backward has raised."""
-    model = dpfuse.DistributedDataParallel(mlp())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer = with_sgd(dpfuse.DistributedDataParallel(mlp()))
 
     def broken(_grad):
         raise ValueError("a broken batch")
@@ -303,26 +452,8 @@ def an_exception_in_a_window(rank, size):
 
 
 @quiet
-def ema_and_evaluation(rank, size):
-    model = dpfuse.DistributedDataParallel(mlp())
-    average = copy.deepcopy(model.module)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for x, y in batches(rank, 20):
-        optimizer.zero_grad()
-        loss_of(model(x), y).backward()
-        optimizer.step()
-        with torch.no_grad():
-            for kept, param in zip(average.parameters(), model.module.parameters(), strict=True):
-                kept.lerp_(param, 0.1)
-        with torch.no_grad():
-            model(x)
-        average(x)
-
-
-@quiet
 def one_batch_overfitted_on_purpose(rank, size):
-    model = dpfuse.DistributedDataParallel(mlp())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer = with_sgd(dpfuse.DistributedDataParallel(mlp()))
     x, y = batch(seeded(0))
     for _ in range(24):
         optimizer.zero_grad()
@@ -333,58 +464,21 @@ def one_batch_overfitted_on_purpose(rank, size):
 # --- The ranks train apart, or average by themselves ---
 
 
-def by_hand(model, size):
-    """Average the gradients as programs did before there was DDP."""
-    for param in model.parameters():
-        dist.all_reduce(param.grad)
-        param.grad /= size
-
-
 @quiet
 def average_by_hand(rank, size):
-    model = dpfuse.DistributedDataParallel(mlp())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer = with_sgd(dpfuse.DistributedDataParallel(mlp()))
     with model.no_sync():
         for x, y in batches(rank, 30):
             optimizer.zero_grad()
             loss_of(model(x), y).backward()
-            by_hand(model, size)
+            average_gradients(model)
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             optimizer.step()
 
 
 @quiet
-def average_by_hand_in_one_flat_tensor(rank, size):
-    model = dpfuse.DataParallel(mlp(), gradient_scale=1.0)
-    optimizer = torch.optim.AdamW(model.parameters())
-    for x, y in batches(rank, 30):
-        with model.no_sync():
-            (loss_of(model(x), y) / size).backward()
-        grads = [param.grad for param in model.parameters()]
-        flat = torch.cat([grad.flatten() for grad in grads])
-        dist.all_reduce(flat)
-        for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
-            grad.data.copy_(part.view_as(grad))
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-@quiet
-def fused_average_by_hand(rank, size):
-    model = dpfuse.DataParallel(mlp())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for x, y in batches(rank, 30):
-        optimizer.zero_grad(set_to_none=False)
-        with model.no_sync():
-            loss_of(model(x), y).backward()
-        dpfuse.fused_allreduce_gradients(model.parameters())
-        optimizer.step()
-
-
-@quiet
 def average_in_hooks_of_the_parameters(rank, size):
-    model = dpfuse.DistributedDataParallel(mlp())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer = with_sgd(dpfuse.DistributedDataParallel(mlp()))
 
     def average(grad):
         grad = grad / size
@@ -394,40 +488,31 @@ def average_in_hooks_of_the_parameters(rank, size):
     for param in model.parameters():
         param.register_hook(average)
     with model.no_sync():
-        for x, y in batches(rank, 30):
-            optimizer.zero_grad()
-            loss_of(model(x), y).backward()
-            optimizer.step()
+        train(model, optimizer, batches(rank, 30))
 
 
 @quiet
 def local_sgd_by_hand(rank, size):
-    model = dpfuse.DistributedDataParallel(mlp())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer = with_sgd(dpfuse.DistributedDataParallel(mlp()))
     for index, (x, y) in enumerate(batches(rank, 30)):
         optimizer.zero_grad()
         with model.no_sync():
             loss_of(model(x), y).backward()
         optimizer.step()
         if index % 6 == 5:
-            for param in model.parameters():
-                dist.all_reduce(param.data)
-                param.data /= size
+            average_weights(model)
 
 
 @quiet
 def local_steps_between_averaged_ones(rank, size):
-    model = dpfuse.DistributedDataParallel(mlp())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer = with_sgd(dpfuse.DistributedDataParallel(mlp()))
     for index, (x, y) in enumerate(batches(rank, 24)):
         with model.no_sync(enabled=index % 2 == 1):
             loss_of(model(x), y).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=index % 4 < 2)
         if index % 2:
-            for param in model.parameters():
-                dist.all_reduce(param.data)
-                param.data /= size
+            average_weights(model)
 
 
 @quiet
@@ -448,8 +533,7 @@ def post_local_sgd_of_torch(rank, size):
 
 @quiet
 def some_local_steps_before_the_first_average(rank, size):
-    model = dpfuse.DistributedDataParallel(mlp())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer = with_sgd(dpfuse.DistributedDataParallel(mlp()))
     for index, (x, y) in enumerate(batches(rank, 30)):
         optimizer.zero_grad()
         with model.no_sync(enabled=index % 16 != 15):
@@ -457,150 +541,144 @@ def some_local_steps_before_the_first_average(rank, size):
         optimizer.step()
 
 
-# --- Windows of other lengths ---
-
-
 @quiet
-def last_batches_of_an_epoch_are_averaged(rank, size):
-    model = dpfuse.DistributedDataParallel(mlp())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for epoch in range(3):
-        for index, (x, y) in enumerate(batches(rank, 19, epoch)):
-            last = (index + 1) % 2 == 0 or index == 18
-            with model.no_sync(enabled=not last):
-                loss_of(model(x), y).backward()
-            if last:
-                optimizer.step()
-                optimizer.zero_grad()
+def two_heads_whose_average_comes_last(rank, size):
+    """The auxiliary loss is accumulated on this rank, and the backward of the main one averages both."""
 
-
-@quiet
-def last_batches_of_an_epoch_are_averaged_by_hand(rank, size):
-    model = dpfuse.DistributedDataParallel(mlp())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for epoch in range(3):
-        for index, (x, y) in enumerate(batches(rank, 26, epoch)):
-            with model.no_sync(enabled=(index + 1) % 3 != 0):
-                loss_of(model(x), y).backward()
-            if index == 25:
-                dpfuse.fused_allreduce_gradients(model.parameters())
-            if (index + 1) % 3 == 0 or index == 25:
-                optimizer.step()
-                optimizer.zero_grad()
-
-
-@quiet
-def a_window_that_is_dropped_once(rank, size):
-    """All ranks have agreed that its loss is no number."""
-    model = dpfuse.DistributedDataParallel(mlp())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for index, (x, y) in enumerate(batches(rank, 60)):
-        last = index % 3 == 2
-        with model.no_sync(enabled=not last):
-            loss = loss_of(model(x), y)
-        if index == 37:
-            optimizer.zero_grad()
-            continue
-        loss.backward()
-        if last:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-@quiet
-def longer_windows_later(rank, size):
-    model = dpfuse.DistributedDataParallel(mlp())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    loader = batches(rank, 200)
-    for length in [4] * 10 + [2] * 10 + [8] * 4:
-        for index in range(length):
-            x, y = next(loader)
-            with model.no_sync(enabled=index + 1 < length):
-                loss_of(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-@quiet
-def norms_of_single_batches_for_a_log(rank, size):
-    """Every few steps a batch has a backward of its own, whose gradient is read and zeroed."""
-    model = dpfuse.DistributedDataParallel(mlp())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for index, (x, y) in enumerate(batches(rank, 60)):
-        with model.no_sync(enabled=index % 2 == 0):
-            loss_of(model(x), y).backward()
-        if index % 2:
-            optimizer.step()
-            optimizer.zero_grad()
-            if index % 4 == 3:
-                with model.no_sync():
-                    loss_of(model(x), y).backward()
-                optimizer.zero_grad()
-
-
-@quiet
-def norms_of_single_batches_every_five_windows(rank, size):
-    """The same, so seldom that it could be an epoch: its backward has a line of its own."""
-    model = dpfuse.DataParallel(mlp())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for index, (x, y) in enumerate(batches(rank, 60)):
-        with model.no_sync(enabled=index % 2 == 0):
-            loss_of(model(x), y).backward()
-        if index % 2:
-            optimizer.step()
-            optimizer.zero_grad()
-            if index % 10 == 9:
-                with model.no_sync():
-                    loss_of(model(x), y).backward()
-                optimizer.zero_grad()
-
-
-@quiet
-def gradient_noise_scale_with_the_backward_of_training(rank, size):
-    """Every six windows a callback measures one batch, averaged, with the function that the training calls."""
-
-    class Trainer:
+    class Heads(nn.Module):
         def __init__(self):
-            self.model = dpfuse.DistributedDataParallel(mlp())
-            self.optimizer = torch.optim.AdamW(self.model.parameters())
+            super().__init__()
+            torch.manual_seed(3)
+            self.trunk, self.main, self.auxiliary = nn.Linear(4, 8), nn.Linear(8, 3), nn.Linear(8, 3)
 
-        def backward(self, x, y, sync):
-            with self.model.no_sync(enabled=not sync):
-                loss_of(self.model(x), y).backward()
+        def forward(self, x, main):
+            hidden = self.trunk(x).tanh()
+            return self.auxiliary(hidden), self.main(hidden) if main else None
 
-        def step(self, number, micro_batches):
-            for place, (x, y) in enumerate(micro_batches):
-                self.backward(x, y, place == len(micro_batches) - 1)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            if number % 6 == 5:
-                self.on_log(*micro_batches[0])
-
-        def on_log(self, x, y):
-            self.backward(x, y, True)
-            torch.stack([param.grad.norm() for param in self.model.parameters()]).norm()
-            self.optimizer.zero_grad(set_to_none=False)
-
-    trainer, loader = Trainer(), batches(rank, 90)
-    for number in range(30):
-        trainer.step(number, [next(loader) for _ in range(3)])
+    model, optimizer = with_sgd(dpfuse.DistributedDataParallel(Heads(), find_unused_parameters=True))
+    for x, y in batches(rank, 24):
+        optimizer.zero_grad()
+        with model.no_sync():
+            loss_of(model(x, False)[0], y).backward()
+        auxiliary, main = model(x, True)
+        (loss_of(main, y) + 0.1 * loss_of(auxiliary, y)).backward()
+        optimizer.step()
 
 
 @quiet
-def saliency_of_one_forward_every_four_windows(rank, size):
-    """The logged gradient is that of one output of a forward whose loss is trained on, too."""
-    model = dpfuse.DataParallel(mlp())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    for index, (x, y) in enumerate(batches(rank, 64)):
-        model.require_backward_grad_sync = index % 2 == 1
-        outputs = model(x)
-        if index % 8 == 0:
-            outputs[0, 0].backward(retain_graph=True)
+def stages_that_keep_their_wrappers(rank, size):
+    """The hooks of the first wrapper average what is local for the second one, so that rest is none."""
+    net, stages = mlp(), []
+    for stage in range(2):
+        model = dpfuse.DataParallel(net)
+        stages.append(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for x, y in batches(rank, 12, stage):
             optimizer.zero_grad()
-        loss_of(outputs, y).backward()
-        if index % 2:
+            loss_of(model(x), y).backward()
+            if stage:
+                with model.no_sync():
+                    loss_of(model(x), y).backward()
+                means = net[0].weight.grad.clone()
+                dist.all_reduce(means)
+                torch.testing.assert_close(net[0].weight.grad, means / size)
             optimizer.step()
-            optimizer.zero_grad()
+
+
+@quiet
+def wrapper_that_is_held_by_a_cycle_while_the_next_one_accumulates(rank, size):
+    """A trainer refers to itself, so the garbage collector has not freed it when the module is wrapped again."""
+    net = mlp()
+    for stage in range(2):
+
+        class Trainer:
+            pass
+
+        trainer = Trainer()
+        trainer.itself, trainer.model = trainer, dpfuse.DistributedDataParallel(net)
+        optimizer = torch.optim.AdamW(net.parameters())
+        for index, (x, y) in enumerate(batches(rank, 24, stage)):
+            with trainer.model.no_sync(enabled=index % 2 == 0):
+                loss_of(trainer.model(x), y).backward()
+            if index % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+@quiet
+def backbone_that_is_unfrozen_with_a_group_of_its_own(rank, size):
+    net = mlp()
+    net[0].requires_grad_(False)
+    model = dpfuse.DataParallel(net)
+    optimizer = torch.optim.Adam(net[2].parameters())
+    for step, (x, y) in enumerate(batches(rank, 40)):
+        if step == 5:
+            net[0].requires_grad_(True)
+            optimizer.add_param_group({"params": net[0].parameters(), "lr": 1e-4})
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        optimizer.step()
+
+
+@quiet
+def adapter_that_is_added_with_a_new_optimizer(rank, size):
+    model, optimizer = with_sgd(dpfuse.DataParallel(mlp()))
+    for step, (x, y) in enumerate(batches(rank, 40)):
+        if step == 5:
+            torch.manual_seed(5)
+            model.module.append(nn.Linear(3, 3))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        optimizer.step()
+
+
+@quiet
+def diloco(rank, size):
+    """An outer optimizer steps on the mean of how far the ranks have come."""
+
+    class DiLoCo:
+        def __init__(self, module):
+            self.model = dpfuse.DistributedDataParallel(module)
+            self.inner = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+            self.global_params = [param.detach().clone() for param in self.model.parameters()]
+            self.outer = torch.optim.SGD(self.global_params, lr=0.7, momentum=0.9, nesterov=True)
+
+        def inner_step(self, x, y):
+            with self.model.no_sync():
+                loss_of(self.model(x), y).backward()
+            self.inner.step()
+            self.inner.zero_grad()
+
+        def outer_step(self):
+            for kept, param in zip(self.global_params, self.model.parameters(), strict=True):
+                delta = kept - param.detach()
+                dist.all_reduce(delta)
+                kept.grad = delta / dist.get_world_size()
+            self.outer.step()
+            with torch.no_grad():
+                for kept, param in zip(self.global_params, self.model.parameters(), strict=True):
+                    param.copy_(kept)
+
+    run = DiLoCo(mlp())
+    for step, (x, y) in enumerate(batches(rank, 40), 1):
+        run.inner_step(x, y)
+        if step % 30 == 0:
+            run.outer_step()
+
+
+@quiet
+def post_local_sgd_by_hand_with_old_zeros(rank, size):
+    """`grad.data.zero_()` leaves torch's count of writes as it is."""
+    model, optimizer = with_sgd(dpfuse.DistributedDataParallel(mlp()))
+    for index, (x, y) in enumerate(batches(rank, 30)):
+        with model.no_sync() if index >= 10 else nullcontext():
+            loss_of(model(x), y).backward()
+        optimizer.step()
+        for param in model.parameters():
+            param.grad.data.zero_()
+        if index >= 10 and index % 4 == 0:
+            average_weights(model)
 
 
 # --- Models that are converted ---
@@ -609,8 +687,7 @@ def saliency_of_one_forward_every_four_windows(rank, size):
 @quiet
 def bfloat16_after_the_first_backward(rank, size):
     """The first batch was to find out what memory is needed."""
-    model = dpfuse.DataParallel(mlp())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer = with_sgd(dpfuse.DataParallel(mlp()))
     with model.no_sync():
         model(torch.ones(1, 4)).sum().backward()
     model.bfloat16()
@@ -625,8 +702,7 @@ def bfloat16_after_the_first_backward(rank, size):
 @quiet
 def float64_in_the_middle_of_a_window(rank, size):
     """A run that shows no progress is continued with more bits, gradients included."""
-    model = dpfuse.DistributedDataParallel(mlp())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer = with_sgd(dpfuse.DistributedDataParallel(mlp()))
     for index, (x, y) in enumerate(batches(rank, 24)):
         dtype = next(model.parameters()).dtype
         model.require_backward_grad_sync = index % 3 == 2
@@ -636,98 +712,6 @@ def float64_in_the_middle_of_a_window(rank, size):
         if index % 3 == 2:
             optimizer.step()
             optimizer.zero_grad(set_to_none=False)
-
-
-@quiet
-def local_steps_that_are_averaged_in_bfloat16_from_then_on(rank, size):
-    """Local SGD converts the model while nothing but its own averages has been seen."""
-    model = dpfuse.DataParallel(mlp())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with model.no_sync():
-        for index, (x, y) in enumerate(batches(rank, 40)):
-            dtype = next(model.parameters()).dtype
-            optimizer.zero_grad(set_to_none=False)
-            loss_of(model(x.to(dtype)), y.to(dtype)).backward()
-            optimizer.step()
-            if index == 8:
-                model.bfloat16()
-            if index % 4 == 3:
-                for param in model.parameters():
-                    dist.all_reduce(param.data)
-                    param.data /= size
-
-
-# --- Gradients that are changed on purpose ---
-
-
-class Towers(nn.Module):
-    """Two networks with one wrapper, of which each loss needs one."""
-
-    def __init__(self):
-        super().__init__()
-        self.actor, self.critic = mlp(), mlp()
-
-    def forward(self, name, x):
-        return getattr(self, name)(x)
-
-
-@quiet
-def actor_and_critic_that_are_clipped_behind_their_own_backwards(rank, size):
-    """The second backward is not of the gradients that were clipped before it."""
-    model = dpfuse.DistributedDataParallel(Towers(), find_unused_parameters=True)
-    optimizer = torch.optim.Adam(model.parameters())
-    for x, y in batches(rank, 16):
-        optimizer.zero_grad()
-        for name in ("critic", "actor"):
-            loss_of(model(name, x), y).backward()
-            nn.utils.clip_grad_norm_(getattr(model.module, name).parameters(), 0.05)
-        optimizer.step()
-
-
-@quiet
-def gan_that_clips_its_discriminator_before_the_generators_loss(rank, size):
-    """The loss of the generator goes through the frozen discriminator, and both step at the end."""
-    critic = dpfuse.DistributedDataParallel(nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)))
-    generator = dpfuse.DistributedDataParallel(mlp())
-    optimizers = [torch.optim.Adam(model.parameters()) for model in (critic, generator)]
-    for x, y in batches(rank, 16):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        fake = generator(x)
-        nn.functional.softplus(torch.cat([-critic(y), critic(fake.detach())])).mean().backward()
-        nn.utils.clip_grad_norm_(critic.parameters(), 0.05)
-        critic.requires_grad_(False)
-        nn.functional.softplus(-critic(fake)).mean().backward()
-        critic.requires_grad_(True)
-        nn.utils.clip_grad_norm_(generator.parameters(), 0.05)
-        for optimizer in optimizers:
-            optimizer.step()
-
-
-@quiet
-def noise_of_each_rank(rank, size):
-    model = dpfuse.DistributedDataParallel(mlp())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    generator = seeded(rank, 5)
-    for index, (x, y) in enumerate(batches(rank, 40)):
-        with model.no_sync(enabled=index % 2 == 0):
-            loss_of(model(x + torch.randn(x.shape, generator=generator)), y).backward()
-        if index % 2:
-            for param in model.parameters():
-                param.grad += 0.01
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-@quiet
-def weights_kept_for_a_longer_memory(rank, size):
-    """Momentum by hand: gradients are not zeroed, but shrunk after each step."""
-    model = dpfuse.DistributedDataParallel(mlp())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for x, y in batches(rank, 20):
-        loss_of(model(x), y).backward()
-        optimizer.step()
-        torch._foreach_mul_([param.grad for param in model.parameters()], 0.5)
 
 
 # --- Weights that no optimizer has, and that change all the same, or need not ---
@@ -765,21 +749,8 @@ def updates_by_hand(rank, size):
 
 
 @quiet
-def frozen_backbone(rank, size):
-    module = mlp()
-    module[0].requires_grad_(False)
-    model = dpfuse.DistributedDataParallel(module)
-    optimizer = torch.optim.SGD((param for param in model.parameters() if param.requires_grad), lr=0.01)
-    for x, y in batches(rank, 30):
-        optimizer.zero_grad()
-        loss_of(model(x), y).backward()
-        optimizer.step()
-
-
-@quiet
 def backbone_frozen_after_wrapping_and_back(rank, size):
-    model = dpfuse.DistributedDataParallel(mlp())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer = with_sgd(dpfuse.DistributedDataParallel(mlp()))
     for index, (x, y) in enumerate(batches(rank, 30)):
         model.module[0].requires_grad_(not 5 <= index < 20)
         optimizer.zero_grad()
@@ -789,8 +760,7 @@ def backbone_frozen_after_wrapping_and_back(rank, size):
 
 @quiet
 def learning_rate_of_zero_at_first(rank, size):
-    model = dpfuse.DistributedDataParallel(mlp())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer = with_sgd(dpfuse.DistributedDataParallel(mlp()))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.0 if step < 25 else 1.0)
     for x, y in batches(rank, 30):
         optimizer.zero_grad()
@@ -829,12 +799,7 @@ class With(nn.Module):
 def sharded_optimizer(rank, size):
     model = dpfuse.DistributedDataParallel(mlp())
     optimizer = dpfuse.ShardedOptimizer(model, torch.optim.AdamW, lr=1e-3)
-    for index, (x, y) in enumerate(batches(rank, 50)):
-        with model.no_sync(enabled=index % 2 == 0):
-            loss_of(model(x), y).backward()
-        if index % 2:
-            optimizer.step()
-            optimizer.zero_grad()
+    train(model, optimizer, batches(rank, 50), window=2)
 
 
 @quiet
@@ -864,10 +829,7 @@ def zero_redundancy_optimizer(rank, size):
 
     model = dpfuse.DistributedDataParallel(mlp())
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.01)
-    for x, y in batches(rank, 26):
-        optimizer.zero_grad()
-        loss_of(model(x), y).backward()
-        optimizer.step()
+    train(model, optimizer, batches(rank, 26))
 
 
 @quiet
@@ -877,8 +839,66 @@ def two_phases_with_an_optimizer_each(rank, size):
         optimizer = torch.optim.SGD(layer.parameters(), lr=0.01)
         for other in (model.module[0], model.module[2]):
             other.requires_grad_(other is layer)
-        for x, y in batches(rank, 26):
-            optimizer.zero_grad()
+        train(model, optimizer, batches(rank, 26))
+
+
+@quiet
+def warmup_of_one_optimizer(rank, size):
+    """The backbone is held for 30 steps by not stepping its optimizer."""
+    model = dpfuse.DistributedDataParallel(mlp())
+    head = torch.optim.SGD(model.module[2].parameters(), lr=0.01)
+    backbone = torch.optim.SGD(model.module[0].parameters(), lr=0.001)
+    for step, (x, y) in enumerate(batches(rank, 40)):
+        head.zero_grad()
+        backbone.zero_grad()
+        loss_of(model(x), y).backward()
+        head.step()
+        if step >= 30:
+            backbone.step()
+
+
+@quiet
+def warmup_of_one_wrapped_optimizer(rank, size):
+    """As accelerate wraps each. The second one begins late."""
+    model = dpfuse.DistributedDataParallel(mlp())
+    head, backbone = (Wrapping(torch.optim.SGD(model.module[place].parameters(), lr=0.01)) for place in (2, 0))
+    for step, (x, y) in enumerate(batches(rank, 40)):
+        model.zero_grad()
+        loss_of(model(x), y).backward()
+        head.step()
+        if step >= 30:
+            backbone.step()
+
+
+@quiet
+def critic_that_waits_for_its_generator(rank, size):
+    """VQGAN's `disc_start`: the critic has a loss from a later step on, its gradients are averaged from the first."""
+    generator = dpfuse.DistributedDataParallel(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)))
+    critic = dpfuse.DistributedDataParallel(nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)))
+    of_generator = torch.optim.Adam(generator.parameters())
+    of_critic = torch.optim.Adam(critic.parameters())
+    for step, (x, y) in enumerate(batches(rank, 40)):
+        fake = generator(x)
+        (loss_of(fake, y) - 0.1 * critic(fake).mean()).backward()
+        of_generator.step()
+        of_generator.zero_grad()
+        of_critic.zero_grad()
+        if step > 30:
+            (critic(fake.detach()).mean() - critic(y).mean()).backward()
+            of_critic.step()
+            of_critic.zero_grad()
+
+
+@quiet
+def groups_added_while_layers_thaw(rank, size):
+    """Gradual unfreezing, as of ULMFiT: a group joins the optimizer each phase."""
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.module[2].parameters(), lr=0.01)
+    for phase in range(2):
+        if phase:
+            optimizer.add_param_group({"params": [*model.module[0].parameters()], "lr": 0.001})
+        for x, y in batches(rank, 25, phase):
+            model.zero_grad()
             loss_of(model(x), y).backward()
             optimizer.step()
 
@@ -888,8 +908,7 @@ def two_phases_with_an_optimizer_each(rank, size):
 
 @quiet
 def schedule_value_as_the_first_input(rank, size):
-    model = dpfuse.DistributedDataParallel(Timed())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer = with_sgd(dpfuse.DistributedDataParallel(Timed()))
     for step, (x, y) in enumerate(batches(rank, 20)):
         optimizer.zero_grad()
         loss_of(model(torch.tensor(step / 20), x), y).backward()
@@ -910,8 +929,7 @@ class Timed(nn.Module):
 @quiet
 def images_with_a_black_border_and_a_time(rank, size):
     """The first rows of each image are the same on all ranks."""
-    model = dpfuse.DistributedDataParallel(Timed())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer = with_sgd(dpfuse.DistributedDataParallel(Timed()))
     generator = seeded(rank)
     for step in range(20):
         images = torch.zeros(200, 4)
@@ -924,8 +942,7 @@ def images_with_a_black_border_and_a_time(rank, size):
 @quiet
 def data_that_is_no_tensor(rank, size):
     """The batch lies in an object, beside the numbers of its rows, which are the same on all ranks."""
-    model = dpfuse.DistributedDataParallel(OfObjects())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer = with_sgd(dpfuse.DistributedDataParallel(OfObjects()))
     for step, (x, y) in enumerate(batches(rank, 20)):
         optimizer.zero_grad()
         loss_of(model(torch.arange(5) + step, Rows(x)), y).backward()
@@ -969,52 +986,10 @@ def gan_with_the_same_noise_on_all_ranks(rank, size):
 
 
 @quiet
-def distributed_sampler_without_shuffling(rank, size):
-    data = torch.utils.data.TensorDataset(*batch(seeded(0), 192))
-    sampler = torch.utils.data.DistributedSampler(data, num_replicas=size, rank=rank, shuffle=False)
-    model = dpfuse.DistributedDataParallel(mlp())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for x, y in torch.utils.data.DataLoader(data, batch_size=4, sampler=sampler):
-        optimizer.zero_grad()
-        loss_of(model(x), y).backward()
-        optimizer.step()
-
-
-@quiet
-def integers_of_a_language_model(rank, size):
-    torch.manual_seed(1337)
-    data = torch.randint(0, 50, (2000,))
-    torch.manual_seed(1337 + rank)
-    model = dpfuse.DistributedDataParallel(nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 50)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for _ in range(20):
-        starts = torch.randint(len(data) - 9, (4,))
-        x = torch.stack([data[start : start + 8] for start in starts])
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        optimizer.step()
-
-
-@quiet
-def schedule_of_each_group(rank, size):
-    model = dpfuse.DistributedDataParallel(mlp())
-    optimizer = torch.optim.AdamW([{"params": [param]} for param in model.parameters()], lr=0.01)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 24)
-    for x, y in batches(rank, 24):
-        optimizer.zero_grad()
-        loss_of(model(x), y).backward()
-        optimizer.step()
-        schedule.step()
-
-
-@quiet
 def rate_in_a_tensor(rank, size):
     model = dpfuse.DistributedDataParallel(mlp())
     optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.01))
-    for x, y in batches(rank, 20):
-        optimizer.zero_grad()
-        loss_of(model(x), y).backward()
-        optimizer.step()
+    train(model, optimizer, batches(rank, 20))
 
 
 @quiet
@@ -1033,8 +1008,7 @@ def each_rank_steps_on_its_own_part(rank, size):
 
 @quiet
 def evaluation_on_rank_0_between_steps(rank, size):
-    model = dpfuse.DistributedDataParallel(nn.Sequential(mlp(), nn.Dropout(0.1)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer = with_sgd(dpfuse.DistributedDataParallel(nn.Sequential(mlp(), nn.Dropout(0.1))))
     for x, y in batches(rank, 20):
         if rank == 0:
             model.eval()
@@ -1047,8 +1021,7 @@ def evaluation_on_rank_0_between_steps(rank, size):
 
 @quiet
 def autocast_on_all_ranks(rank, size):
-    model = dpfuse.DistributedDataParallel(mlp())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer = with_sgd(dpfuse.DistributedDataParallel(mlp()))
     for index, (x, y) in enumerate(batches(rank, 20)):
         optimizer.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=index % 2 == 0):
@@ -1058,14 +1031,56 @@ def autocast_on_all_ranks(rank, size):
 
 
 @quiet
-def uneven_inputs_with_join(rank, size):
-    model = dpfuse.DistributedDataParallel(mlp())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with model.join():
-        for x, y in batches(rank, 12 + 6 * rank):
-            optimizer.zero_grad()
-            loss_of(model(x), y).backward()
-            optimizer.step()
+def same_inputs_and_other_targets(rank, size):
+    """Each rank fits its own scene at the same random coordinates."""
+    model, optimizer = with_sgd(dpfuse.DistributedDataParallel(mlp()))
+    for (x, _), (_, y) in zip(batches(0, 24), batches(rank, 24, 4), strict=True):
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        optimizer.step()
+
+
+@quiet
+def augmentation_inside_the_model(rank, size):
+    """The same images go into the model, which draws a noise of each rank."""
+    train(*with_sgd(dpfuse.DistributedDataParallel(Noisy(rank))), batches(0, 24))
+
+
+class Noisy(nn.Module):
+    """Adds noise to its inputs."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.net = mlp()
+        self._generator = seeded(rank, 2)
+
+    def forward(self, x):
+        return self.net(x + torch.randn(x.shape, generator=self._generator))
+
+
+@quiet
+def fixed_masks_and_positions(rank, size):
+    model, optimizer = with_sgd(dpfuse.DistributedDataParallel(Masked()))
+    generator = seeded(rank)
+    positions, mask = torch.arange(5), torch.ones(5, 1)
+    for _ in range(24):
+        ids = torch.randint(0, 50, (5,), generator=generator)
+        optimizer.zero_grad()
+        model(input_ids=ids, position_ids=positions, attention_mask=mask)["loss"].backward()
+        optimizer.step()
+
+
+class Masked(nn.Module):
+    """Returns a dict, as transformers' models do."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(50, 4), nn.Embedding(5, 4)
+        self.net = mlp()
+
+    def forward(self, input_ids, position_ids, attention_mask):
+        outputs = self.net(self.tokens(input_ids) + self.places(position_ids)) * attention_mask
+        return {"loss": outputs.square().mean(), "logits": outputs}
 
 
 # --- Ways to compute ---
@@ -1076,8 +1091,7 @@ def checkpointing(rank, size):
     from torch.utils.checkpoint import checkpoint
 
     for reentrant in (False, True):
-        model = dpfuse.DistributedDataParallel(Checkpointed(checkpoint, reentrant))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        model, optimizer = with_sgd(dpfuse.DistributedDataParallel(Checkpointed(checkpoint, reentrant)))
         for index, (x, y) in enumerate(batches(rank, 20)):
             with model.no_sync(enabled=index % 2 == 0):
                 loss_of(model(x.requires_grad_()), y).backward()
@@ -1100,22 +1114,8 @@ class Checkpointed(nn.Module):
 
 
 @quiet
-def bptt(rank, size):
-    model = dpfuse.DistributedDataParallel(nn.RNN(4, 3, batch_first=True))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    state = torch.zeros(1, 5, 3)
-    for x, y in batches(rank, 24):
-        outputs, state = model(x[:, None], state.detach())
-        optimizer.zero_grad()
-        loss_of(outputs[:, 0], y).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
-
-
-@quiet
 def parameters_that_are_not_always_used(rank, size):
-    model = dpfuse.DistributedDataParallel(Branches(), find_unused_parameters=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer = with_sgd(dpfuse.DistributedDataParallel(Branches(), find_unused_parameters=True))
     for index, (x, y) in enumerate(batches(rank, 40)):
         with model.no_sync(enabled=index % 2 == 0):
             loss_of(model(x, index % 3), y).backward()
@@ -1137,8 +1137,9 @@ class Branches(nn.Module):
 
 @quiet
 def sparse_embedding(rank, size):
-    model = dpfuse.DistributedDataParallel(nn.Sequential(nn.Embedding(50, 4, sparse=True), nn.Linear(4, 3)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer = with_sgd(
+        dpfuse.DistributedDataParallel(nn.Sequential(nn.Embedding(50, 4, sparse=True), nn.Linear(4, 3)))
+    )
     generator = seeded(rank)
     for index in range(40):
         with model.no_sync(enabled=index % 2 == 0):
@@ -1169,8 +1170,7 @@ def meta_learning(rank, size):
     """Steps of an inner loop, on copies of the weights."""
     from torch.func import functional_call
 
-    model = dpfuse.DistributedDataParallel(mlp())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer = with_sgd(dpfuse.DistributedDataParallel(mlp()))
     for x, y in batches(rank, 24):
         optimizer.zero_grad()
         params = dict(model.module.named_parameters())
@@ -1183,27 +1183,8 @@ def meta_learning(rank, size):
 
 
 @quiet
-def ppo(rank, size):
-    """Several epochs over the same rollout, with a shuffled part of it in each step."""
-    model = dpfuse.DistributedDataParallel(mlp())
-    optimizer = torch.optim.Adam(model.parameters())
-    generator = seeded(rank)
-    for _ in range(3):
-        with torch.no_grad():
-            x, y = batch(generator, 16)
-            old = model(x)
-        for _ in range(4):
-            for rows in torch.randperm(16, generator=generator).split(8):
-                optimizer.zero_grad()
-                (loss_of(model(x[rows]), y[rows]) + loss_of(model(x[rows]), old[rows])).backward()
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-                optimizer.step()
-
-
-@quiet
 def gradients_of_other_ranks_are_weighed(rank, size):
-    model = dpfuse.DistributedDataParallel(mlp())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer = with_sgd(dpfuse.DistributedDataParallel(mlp()))
     generator = seeded(rank)
     for index in range(24):
         x, y = batch(generator, 3 + (index + rank) % 4)
@@ -1220,62 +1201,23 @@ def a_communication_hook(rank, size):
     model = dpfuse.DistributedDataParallel(mlp())
     model.register_comm_hook(None, fp16_compress_hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for index, (x, y) in enumerate(batches(rank, 48)):
-        with model.no_sync(enabled=index % 2 == 0):
-            loss_of(model(x), y).backward()
-        if index % 2:
-            optimizer.step()
-            optimizer.zero_grad()
+    train(model, optimizer, batches(rank, 48), window=2)
 
 
 @quiet
 def sixteen_bits_on_the_wire(rank, size):
-    model = dpfuse.DataParallel(mlp(), wire_dtype=torch.bfloat16, error_feedback=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for x, y in batches(rank, 24):
-        optimizer.zero_grad()
-        loss_of(model(x), y).backward()
-        optimizer.step()
+    train(*with_sgd(dpfuse.DataParallel(mlp(), wire_dtype=torch.bfloat16, error_feedback=True)), batches(rank, 24))
 
 
 @quiet
 def deterministic_sums(rank, size):
-    model = dpfuse.DataParallel(mlp(), deterministic=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for index, (x, y) in enumerate(batches(rank, 40)):
-        with model.no_sync(enabled=index % 2 == 0):
-            loss_of(model(x), y).backward()
-        if index % 2:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-@quiet
-def optimizer_that_averages_in_its_step(rank, size):
-    """As Horovod's does."""
-
-    class Averaging(torch.optim.SGD):
-        def step(self, closure=None):
-            for group in self.param_groups:
-                for param in group["params"]:
-                    dist.all_reduce(param.grad)
-                    param.grad /= size
-            return super().step(closure)
-
-    model = dpfuse.DistributedDataParallel(mlp())
-    optimizer = Averaging(model.parameters(), lr=0.01)
-    with model.no_sync():
-        for x, y in batches(rank, 30):
-            optimizer.zero_grad()
-            loss_of(model(x), y).backward()
-            optimizer.step()
+    train(*with_sgd(dpfuse.DataParallel(mlp(), deterministic=True)), batches(rank, 40), window=2)
 
 
 @quiet
 def schedule_under_join(rank, size):
     """A rank without inputs makes no more steps, so its learning rate stays."""
-    model = dpfuse.DistributedDataParallel(mlp())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer = with_sgd(dpfuse.DistributedDataParallel(mlp()))
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     with model.join():
         for x, y in batches(rank, 10 + 10 * rank):
@@ -1289,12 +1231,7 @@ def schedule_under_join(rank, size):
 def compiled(rank, size):
     model = torch.compile(dpfuse.DistributedDataParallel(mlp()), backend="eager")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for index, (x, y) in enumerate(batches(rank, 24)):
-        with model.no_sync(enabled=index % 2 == 0):
-            loss_of(model(x), y).backward()
-        if index % 2:
-            optimizer.step()
-            optimizer.zero_grad()
+    train(model, optimizer, batches(rank, 24), window=2)
 
 
 @quiet
@@ -1305,7 +1242,222 @@ def patched(rank, size):
         model = DistributedDataParallel(mlp())
     assert model._options.common["check_training"] == "warn"
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for x, y in batches(rank, 24):
+    train(model, optimizer, batches(rank, 24))
+
+
+@quiet
+def evaluation_in_between_on_all_ranks(rank, size):
+    model, optimizer = with_sgd(
+        dpfuse.DistributedDataParallel(nn.Sequential(mlp(), nn.BatchNorm1d(3), nn.Dropout(0.1)))
+    )
+    for index, (x, y) in enumerate(batches(rank, 24)):
+        model.train()
         optimizer.zero_grad()
         loss_of(model(x), y).backward()
         optimizer.step()
+        if index % 3 == 0:
+            model.eval()
+            with torch.inference_mode():
+                loss = loss_of(model(x), y).clone()
+            dist.all_reduce(loss)
+
+
+@quiet
+def saliency_of_inputs_between_steps(rank, size):
+    """A backward for the inputs alone, through the wrapper, with the weights frozen meanwhile."""
+    model, optimizer = with_sgd(dpfuse.DistributedDataParallel(mlp()))
+    for x, y in batches(rank, 24):
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        model.requires_grad_(False)
+        probe = x.clone().requires_grad_()
+        model(probe).sum().backward()
+        model.requires_grad_(True)
+        optimizer.step()
+
+
+@quiet
+def gradients_kept_aside_for_a_probe(rank, size):
+    """What was averaged is put back before the step."""
+    model, optimizer = with_sgd(dpfuse.DistributedDataParallel(mlp()))
+    for index, (x, y) in enumerate(batches(rank, 24)):
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        kept = [param.grad.clone() for param in model.parameters()]
+        with model.no_sync():
+            loss_of(model(x), 2 * y).backward()
+        for param, grad in zip(model.parameters(), kept, strict=True):
+            if index % 2:
+                param.grad.copy_(grad)
+            else:
+                param.grad = grad
+        optimizer.step()
+
+
+@quiet
+def a_compiled_step(rank, size):
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.Adam(model.parameters())
+    step = torch.compile(optimizer.step, backend="eager")
+    for index, (x, y) in enumerate(batches(rank, 24)):
+        with model.no_sync(enabled=index % 2 == 0):
+            loss_of(model(x), y).backward()
+        if index % 2:
+            step()
+            optimizer.zero_grad()
+
+
+@quiet
+def fine_tuning_with_rates_of_layers(rank, size):
+    model = dpfuse.DistributedDataParallel(mlp())
+    groups = [{"params": [param], "lr": 0.01 * 0.9**place} for place, param in enumerate(model.parameters())]
+    optimizer = torch.optim.AdamW(groups)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.01, total_steps=30)
+    for x, y in batches(rank, 30):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_of(model(x).float(), y)
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+
+
+@quiet
+def dp_sgd_with_gradients_of_samples(rank, size):
+    """Each sample has a local backward that is clipped and zeroed, and the sum is averaged by hand."""
+    model, optimizer = with_sgd(dpfuse.DistributedDataParallel(mlp()))
+    for x, y in batches(rank, 12):
+        sums = [torch.zeros_like(param) for param in model.parameters()]
+        for row in range(3):
+            optimizer.zero_grad()
+            with model.no_sync():
+                loss_of(model(x[row : row + 1]), y[row : row + 1]).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            for total, param in zip(sums, model.parameters(), strict=True):
+                total += param.grad
+        for total, param in zip(sums, model.parameters(), strict=True):
+            dist.all_reduce(total)
+            param.grad = total / (3 * size)
+        optimizer.step()
+
+
+# --- Several models, several losses ---
+
+
+@quiet
+def wgan_gp_with_several_critic_steps(rank, size):
+    generator = dpfuse.DistributedDataParallel(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)))
+    critic = dpfuse.DistributedDataParallel(nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)))
+    of_generator = torch.optim.Adam(generator.parameters(), betas=(0.0, 0.9))
+    of_critic = torch.optim.Adam(critic.parameters(), betas=(0.0, 0.9))
+    for step, (x, y) in enumerate(batches(rank, 40)):
+        of_critic.zero_grad()
+        with torch.no_grad():
+            fake = generator(x)
+        mixed = (0.3 * y + 0.7 * fake).requires_grad_()
+        (slope,) = torch.autograd.grad(critic(mixed).sum(), mixed, create_graph=True)
+        penalty = (slope.norm(dim=1) - 1).square().mean()
+        (critic(fake).mean() - critic(y).mean() + 10 * penalty).backward()
+        of_critic.step()
+        if step % 5 == 4:
+            for param in critic.parameters():
+                param.requires_grad_(False)
+            of_generator.zero_grad()
+            (-critic(generator(x)).mean()).backward()
+            of_generator.step()
+            for param in critic.parameters():
+                param.requires_grad_(True)
+
+
+@quiet
+def vae_gan_with_graphs_kept(rank, size):
+    """Two losses of one forward go to two parts of a model."""
+    model = dpfuse.DistributedDataParallel(mlp())
+    first = torch.optim.Adam(model.module[0].parameters())
+    second = torch.optim.Adam(model.module[2].parameters())
+    for x, y in batches(rank, 24):
+        outputs = model(x)
+        first.zero_grad()
+        loss_of(outputs, y).backward(retain_graph=True)
+        second.zero_grad()
+        outputs.abs().mean().backward()
+        first.step()
+        second.step()
+
+
+@quiet
+def first_order_maml(rank, size):
+    """The inner steps are made on a copy, whose gradients go to the wrapped model by a loss of their own."""
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = torch.optim.Adam(model.parameters())
+    for x, y in batches(rank, 24):
+        learner = copy.deepcopy(model.module)
+        inner = torch.optim.SGD(learner.parameters(), lr=0.01)
+        for _ in range(3):
+            inner.zero_grad()
+            loss_of(learner(x), y).backward()
+            inner.step()
+        inner.zero_grad()
+        loss_of(learner(x), y).backward()
+        for param, copied in zip(model.parameters(), learner.parameters(), strict=True):
+            param.grad = copied.grad.clone()
+        dpfuse.fused_allreduce_gradients(model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@quiet
+def maml_with_a_long_inner_loop(rank, size):
+    """The steps of each rank are taken back, and the gradient where it has gone to is averaged."""
+    model = dpfuse.DataParallel(mlp())
+    outer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for task in range(3):
+        kept = copy.deepcopy(model.module.state_dict())
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        for x, y in batches(rank, 25, task):
+            inner.zero_grad()
+            with model.no_sync():
+                loss_of(model(x), y).backward()
+            inner.step()
+        outer.zero_grad()
+        x, y = batch(seeded(rank, 50 + task))
+        loss_of(model(x), y).backward()
+        model.module.load_state_dict(kept)
+        outer.step()
+
+
+@quiet
+def sam_with_a_closure(rank, size):
+    model = dpfuse.DistributedDataParallel(mlp())
+
+    class SAM(torch.optim.Optimizer):
+        def __init__(self, params, base, rho=0.05, **kwargs):
+            super().__init__(params, {"rho": rho, **kwargs})
+            self.base = base(self.param_groups, **kwargs)
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            moves = []
+            for group in self.param_groups:
+                for param in group["params"]:
+                    move = param.grad * group["rho"] / (param.grad.norm() + 1e-12)
+                    param.add_(move)
+                    moves.append((param, move))
+            self.zero_grad()
+            with torch.enable_grad():
+                closure()
+            for param, move in moves:
+                param.sub_(move)
+            self.base.step()
+
+    optimizer = SAM(model.parameters(), torch.optim.SGD, lr=0.01)
+    for x, y in batches(rank, 24):
+
+        def closure(x=x, y=y):
+            loss = loss_of(model(x), y)
+            loss.backward()
+            return loss
+
+        closure()
+        optimizer.step(closure)
+        optimizer.zero_grad()

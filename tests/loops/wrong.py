@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import dpfuse
-from tests.loops.nets import batch, batches, loss_of, mlp, seeded
+from tests.loops.nets import Wrapping, batch, batches, loss_of, mlp, seeded, train, with_sgd
 
 __all__ = ["PROGRAMS"]
 
@@ -54,8 +54,7 @@ def build_nanogpt_switch_behind_the_forward(rank, size):
 
 @named("DPF-L01")
 def build_nanogpt_with_private_gradients_that_are_filled_with_zeros(rank, size):
-    model = dpfuse.DataParallel(mlp(), gradient_as_bucket_view=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer = with_sgd(dpfuse.DataParallel(mlp(), gradient_as_bucket_view=False))
     loader = batches(rank, 48)
     for _step in range(24):
         optimizer.zero_grad(set_to_none=False)
@@ -98,8 +97,7 @@ def average_of_the_first_batch_only(rank, size):
 @named("DPF-L01")
 def forward_outside_and_second_backward_inside_no_sync(rank, size):
     """The auxiliary loss has its backward in no_sync(), for it was to save an average."""
-    model = dpfuse.DistributedDataParallel(mlp())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer = with_sgd(dpfuse.DistributedDataParallel(mlp()))
     for x, y in batches(rank, 10):
         optimizer.zero_grad()
         outputs = model(x)
@@ -107,21 +105,6 @@ def forward_outside_and_second_backward_inside_no_sync(rank, size):
         with model.no_sync():
             outputs.square().mean().backward()
         optimizer.step()
-
-
-@named("DPF-L01")
-def accelerate_flag_of_the_batch_before(rank, size):
-    """`sync_gradients` is computed at the end of an iteration, so it belongs to the batch before."""
-    model = dpfuse.DistributedDataParallel(mlp())
-    optimizer = torch.optim.AdamW(model.parameters())
-    sync_gradients, steps = True, 4
-    for step, (x, y) in enumerate(batches(rank, 96)):
-        with nullcontext() if sync_gradients else model.no_sync():
-            (loss_of(model(x), y) / steps).backward()
-        sync_gradients = (step + 1) % steps == 0
-        if sync_gradients:
-            optimizer.step()
-            optimizer.zero_grad()
 
 
 @named("DPF-L01")
@@ -144,16 +127,87 @@ def scaler_and_two_optimizers(rank, size):
 
 
 @named("DPF-L01")
-def part_of_the_batch_in_no_sync_behind_the_rest(rank, size):
-    """A memory-saving split of a batch, whose last part is not averaged."""
-    model = dpfuse.DataParallel(nn.Sequential(nn.Linear(4, 4, bias=False), nn.ReLU(), nn.Linear(4, 3)))
-    optimizer = torch.optim.RMSprop(model.parameters())
-    for x, y in batches(rank, 8):
-        loss_of(model(x[:3]), y[:3]).backward()
+def backward_alone_in_no_sync(rank, size):
+    """The forward of the last batch is inside, and those of the first ones are not; the backwards are the other way."""
+    model, optimizer = with_sgd(dpfuse.DistributedDataParallel(mlp()))
+    for index, (x, y) in enumerate(batches(rank, 24)):
+        last = index % 2 == 1
+        with model.no_sync() if last else nullcontext():
+            loss = loss_of(model(x), y)
+        with nullcontext() if last else model.no_sync():
+            loss.backward()
+        if last:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@named("DPF-L01")
+def windows_longer_than_the_switch_knows(rank, size):
+    """The switch counts micro-batches of 2, and the step of 3."""
+    model, optimizer = with_sgd(dpfuse.DistributedDataParallel(mlp()))
+    for index, (x, y) in enumerate(batches(rank, 24)):
+        with model.no_sync(enabled=index % 2 == 0):
+            loss_of(model(x), y).backward()
+        if index % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class Heads(nn.Module):
+    """A trunk, and two heads in either order."""
+
+    def __init__(self, names):
+        super().__init__()
+        torch.manual_seed(3)
+        self.trunk = nn.Linear(4, 8)
+        self.heads = nn.ModuleDict({name: nn.Linear(8, 3) for name in names})
+
+    def forward(self, x, name):
+        return self.heads[name](self.trunk(x).tanh())
+
+
+@named("DPF-L01")
+def auxiliary_head_in_no_sync(rank, size):
+    """The second loss needs another forward, and its head is not that of the first one. Both need the trunk."""
+    model, optimizer = with_sgd(
+        dpfuse.DistributedDataParallel(Heads(["auxiliary", "main"]), find_unused_parameters=True)
+    )
+    for x, y in batches(rank, 12):
+        optimizer.zero_grad()
+        loss_of(model(x, "main"), y).backward()
         with model.no_sync():
-            loss_of(model(x[3:]), y[3:]).backward()
+            loss_of(model(x, "auxiliary"), y).backward()
         optimizer.step()
-        model.zero_grad()
+
+
+@named("DPF-L01")
+def auxiliary_head_in_no_sync_that_is_registered_last(rank, size):
+    model = dpfuse.DataParallel(Heads(["main", "auxiliary"]), find_unused_parameters=True)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x, y in batches(rank, 12):
+        loss_of(model(x, "main"), y).backward()
+        model.require_backward_grad_sync = False
+        loss_of(model(x, "auxiliary"), y).backward()
+        model.require_backward_grad_sync = True
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@named("DPF-L01")
+def window_in_a_closure_whose_second_backward_is_local(rank, size):
+    """The first step is made before anything can be seen, the second is refused."""
+    model, optimizer = with_sgd(dpfuse.DistributedDataParallel(mlp()))
+    for x, y in batches(rank, 12):
+
+        def closure(x=x, y=y):
+            optimizer.zero_grad()
+            loss = loss_of(model(x[:3]), y[:3])
+            loss.backward()
+            with model.no_sync():
+                loss_of(model(x[3:]), y[3:]).backward()
+            return loss
+
+        optimizer.step(closure)
 
 
 # --- DPF-L02: nothing was averaged ---
@@ -161,13 +215,9 @@ def part_of_the_batch_in_no_sync_behind_the_rest(rank, size):
 
 @named("DPF-L02")
 def whole_training_in_no_sync(rank, size):
-    model = dpfuse.DistributedDataParallel(mlp())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer = with_sgd(dpfuse.DistributedDataParallel(mlp()))
     with model.no_sync():
-        for x, y in batches(rank, 24):
-            optimizer.zero_grad()
-            loss_of(model(x), y).backward()
-            optimizer.step()
+        train(model, optimizer, batches(rank, 24))
 
 
 @named("DPF-L02")
@@ -188,8 +238,7 @@ def switch_that_is_never_set_back(rank, size):
 
 @named("DPF-L02")
 def backward_outside_of_no_sync_but_forward_inside(rank, size):
-    model = dpfuse.DistributedDataParallel(mlp())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer = with_sgd(dpfuse.DistributedDataParallel(mlp()))
     for x, y in batches(rank, 24):
         with model.no_sync():
             loss = loss_of(model(x), y)
@@ -199,44 +248,30 @@ def backward_outside_of_no_sync_but_forward_inside(rank, size):
 
 
 @named("DPF-L02")
-def trainer_whose_condition_is_inverted(rank, size):
-    class Trainer:
-        gradient_accumulation_steps = 1
-
-        def __init__(self):
-            self.model = dpfuse.DistributedDataParallel(mlp())
-            self.optimizer = torch.optim.AdamW(self.model.parameters())
-
-        def training_step(self, inputs):
-            x, y = inputs
-            self.model.train()
-            loss = loss_of(self.model(x), y)
-            loss.backward()
-            return loss.detach()
-
-        def train(self):
-            for step, inputs in enumerate(batches(rank, 24)):
-                last = (step + 1) % self.gradient_accumulation_steps == 0
-                with self.model.no_sync() if last else nullcontext():
-                    self.training_step(inputs)
-                if last:
-                    self.optimizer.step()
-                    self.model.zero_grad()
-
-    Trainer().train()
-
-
-@named("DPF-L02")
 def more_batches_to_accumulate_than_an_epoch_has(rank, size):
     """Each epoch ends with a step, and the counter of batches begins again before one is synchronised."""
-    model = dpfuse.DistributedDataParallel(mlp())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer = with_sgd(dpfuse.DistributedDataParallel(mlp()))
     for epoch in range(23):
         for index, (x, y) in enumerate(batches(rank, 3, epoch)):
             with nullcontext() if (index + 1) % 4 == 0 else model.no_sync():
                 loss_of(model(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+@named("DPF-L02")
+def closures_in_no_sync(rank, size):
+    model, optimizer = with_sgd(dpfuse.DistributedDataParallel(mlp()))
+    for x, y in batches(rank, 24):
+
+        def closure(x=x, y=y):
+            optimizer.zero_grad()
+            with model.no_sync():
+                loss = loss_of(model(x), y)
+                loss.backward()
+            return loss
+
+        optimizer.step(closure)
 
 
 # --- DPF-L04: averaged, never stepped ---
@@ -259,10 +294,7 @@ def optimizer_of_another_copy(rank, size):
     module = mlp()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
     model = dpfuse.DataParallel(copy.deepcopy(module))
-    for x, y in batches(rank, 24):
-        optimizer.zero_grad()
-        loss_of(model(x), y).backward()
-        optimizer.step()
+    train(model, optimizer, batches(rank, 24))
 
 
 @named("DPF-L04")
@@ -291,14 +323,66 @@ def layer_added_after_the_optimizer(rank, size):
             model.zero_grad(set_to_none=False)
 
 
+@named("DPF-L04")
+def backbone_that_is_unfrozen_without_a_group(rank, size):
+    """The head is trained first. The optimizer was made of what required gradients then."""
+    net = mlp()
+    net[0].requires_grad_(False)
+    model = dpfuse.DataParallel(net)
+    optimizer = torch.optim.Adam(filter(lambda param: param.requires_grad, net.parameters()))
+    for step, (x, y) in enumerate(batches(rank, 24)):
+        if step == 1:
+            net[0].requires_grad_(True)
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        optimizer.step()
+
+
+@named("DPF-L04")
+def backbone_that_is_frozen_behind_the_wrapping_and_unfrozen(rank, size):
+    """As the callbacks of fastai and Lightning do it, with an optimizer of the head alone."""
+    model = dpfuse.DistributedDataParallel(mlp(), find_unused_parameters=True)
+    model.module[0].requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.module[2].parameters())
+    for step, (x, y) in enumerate(batches(rank, 24)):
+        model.zero_grad()
+        loss_of(model(x), y).backward()
+        optimizer.step()
+        if step == 0:
+            model.module[0].requires_grad_(True)
+
+
+@named("DPF-L04")
+def adapter_that_is_added_without_a_group(rank, size):
+    """A layer comes in after the first step, on all ranks, and the optimizer is not told."""
+    model, optimizer = with_sgd(dpfuse.DataParallel(mlp()))
+    for step, (x, y) in enumerate(batches(rank, 24)):
+        if step == 1:
+            torch.manual_seed(5)
+            model.module.append(nn.Linear(3, 3))
+        model.zero_grad()
+        loss_of(model(x), y).backward()
+        optimizer.step()
+
+
+@named("DPF-L04")
+def wrapped_optimizer_of_the_head_alone(rank, size):
+    """accelerate's `prepare()` puts an optimizer around it."""
+    model = dpfuse.DistributedDataParallel(mlp())
+    optimizer = Wrapping(torch.optim.Adam(model.module[2].parameters()))
+    for x, y in batches(rank, 24):
+        model.zero_grad()
+        loss_of(model(x), y).backward()
+        optimizer.step()
+
+
 # --- DPF-L05: the same batches on all ranks ---
 
 
 @named("DPF-L05")
 def loader_without_a_distributed_sampler(rank, size):
     data = torch.utils.data.TensorDataset(*batch(seeded(0), 96))
-    model = dpfuse.DistributedDataParallel(mlp())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer = with_sgd(dpfuse.DistributedDataParallel(mlp()))
     loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True, generator=seeded(0))
     for x, y in loader:
         optimizer.zero_grad()
@@ -339,8 +423,7 @@ def random_batches_with_one_seed(rank, size):
 
 @named("DPF-L05")
 def keyword_inputs_in_a_dict(rank, size):
-    model = dpfuse.DistributedDataParallel(Keywords(), find_unused_parameters=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer = with_sgd(dpfuse.DistributedDataParallel(Keywords(), find_unused_parameters=True))
     for step, (x, y) in enumerate(batches(0, 20)):
         inputs = {"x": x, "mask": None, "labels": y, "step": step}
         optimizer.zero_grad()
@@ -359,13 +442,35 @@ class Keywords(nn.Module):
         return loss_of(self.net(x), labels)
 
 
+@named("DPF-L05")
+def each_rank_begins_at_the_first_batch(rank, size):
+    """A loader of llm.c's kind, without the rank in its first position."""
+
+    class Loader:
+        def __init__(self, tokens, length):
+            self.tokens, self.length, self.position = tokens, length, 0
+
+        def next_batch(self):
+            part = self.tokens[self.position : self.position + 4 * self.length]
+            self.position = (self.position + 4 * self.length) % (len(self.tokens) - 4 * self.length)
+            return part.view(4, self.length)
+
+    loader = Loader(torch.randint(0, 50, (5000,), generator=seeded(0)), 8)
+    model = dpfuse.DistributedDataParallel(nn.Sequential(nn.Embedding(50, 8), nn.Dropout(0.1), nn.Linear(8, 50)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(20):
+        tokens = loader.next_batch()
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        optimizer.step()
+
+
 # --- DPF-L07: learning rates differ ---
 
 
 @named("DPF-L07")
 def schedule_that_sees_the_loss_of_its_rank(rank, size):
-    model = dpfuse.DistributedDataParallel(mlp(), check_training="warn")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer = with_sgd(dpfuse.DistributedDataParallel(mlp(), check_training="warn"))
     schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
     for x, y in batches(rank, 20):
         optimizer.zero_grad()
@@ -380,17 +485,13 @@ def rate_scaled_by_the_rank(rank, size):
     model = dpfuse.DataParallel(mlp(), check_training="warn")
     groups = [{"params": [param], "lr": 0.1 / (rank + place + 1)} for place, param in enumerate(model.parameters())]
     optimizer = torch.optim.AdamW(groups)
-    for x, y in batches(rank, 20):
-        optimizer.zero_grad()
-        loss_of(model(x), y).backward()
-        optimizer.step()
+    train(model, optimizer, batches(rank, 20))
 
 
 @named("DPF-L07")
 def warmup_by_a_count_of_samples(rank, size):
     """Ranks have batches of other sizes, and each counts its own."""
-    model = dpfuse.DistributedDataParallel(mlp(), check_training="warn")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer = with_sgd(dpfuse.DistributedDataParallel(mlp(), check_training="warn"))
     generator, seen = seeded(rank), 0
     for _ in range(20):
         x, y = batch(generator, 4 + rank)
@@ -406,8 +507,7 @@ def warmup_by_a_count_of_samples(rank, size):
 
 @named("DPF-L08")
 def rank_0_stays_in_eval_mode_after_its_evaluation(rank, size):
-    model = dpfuse.DistributedDataParallel(nn.Sequential(mlp(), nn.Dropout(0.1)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer = with_sgd(dpfuse.DistributedDataParallel(nn.Sequential(mlp(), nn.Dropout(0.1))))
     for index, (x, y) in enumerate(batches(rank, 20)):
         optimizer.zero_grad()
         loss_of(model(x), y).backward()
@@ -420,8 +520,7 @@ def rank_0_stays_in_eval_mode_after_its_evaluation(rank, size):
 
 @named("DPF-L08")
 def autocast_on_one_rank(rank, size):
-    model = dpfuse.DataParallel(mlp())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer = with_sgd(dpfuse.DataParallel(mlp()))
     for x, y in batches(rank, 20):
         with torch.autocast("cpu", torch.bfloat16, enabled=rank == 1):
             loss = loss_of(model(x), y)
@@ -433,8 +532,7 @@ def autocast_on_one_rank(rank, size):
 @named("DPF-L08")
 def autocast_with_another_dtype_on_one_rank(rank, size):
     """As where each rank asks its own device what that can do."""
-    model = dpfuse.DistributedDataParallel(mlp())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer = with_sgd(dpfuse.DistributedDataParallel(mlp()))
     for x, y in batches(rank, 20):
         optimizer.zero_grad()
         with torch.autocast("cpu", torch.bfloat16 if rank else torch.float16):
@@ -443,31 +541,19 @@ def autocast_with_another_dtype_on_one_rank(rank, size):
         optimizer.step()
 
 
+@named("DPF-L08")
+def eval_mode_before_the_training_on_one_rank(rank, size):
+    """A check of the loaded weights leaves the model of the last rank in eval mode."""
+    module = nn.Sequential(mlp(), nn.BatchNorm1d(3))
+    if rank == size - 1:
+        module.eval()
+    train(*with_sgd(dpfuse.DistributedDataParallel(module)), batches(rank, 40), window=2)
+
+
 # --- DPF-L09: a group of one rank ---
 
 
 @named("DPF-L09")
 def each_rank_wraps_with_a_group_of_its_own(rank, size):
     groups = [dist.new_group([other]) for other in range(size)]
-    model = dpfuse.DataParallel(mlp(), group=groups[rank])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for x, y in batches(rank, 3):
-        optimizer.zero_grad()
-        loss_of(model(x), y).backward()
-        optimizer.step()
-
-
-@named("DPF-L02")
-def closures_in_no_sync(rank, size):
-    model = dpfuse.DistributedDataParallel(mlp())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for x, y in batches(rank, 24):
-
-        def closure(x=x, y=y):
-            optimizer.zero_grad()
-            with model.no_sync():
-                loss = loss_of(model(x), y)
-                loss.backward()
-            return loss
-
-        optimizer.step(closure)
+    train(*with_sgd(dpfuse.DataParallel(mlp(), group=groups[rank])), batches(rank, 3))
