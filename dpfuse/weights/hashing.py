@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from ctypes import memmove
 from functools import partial
 
@@ -52,8 +52,11 @@ class Hashing:
         self._tensors = [partial(_itself, tensor) if hold is None else hold(tensor) for tensor in tensors.values()]
         self._device = device
         self._kinds = [(tensor.shape, tensor.dtype) for tensor in tensors.values()]
-        own = ((dense_stride(tensor), strides.get(name)) for name, tensor in tensors.items())
-        self._strides = [agreed if agreed and sorted(agreed) == sorted(now) else now for now, agreed in own]
+        own = ((tensor, strides.get(name)) for name, tensor in tensors.items())
+        self._strides = [
+            dense_stride(tensor) if agreed is None or not _are_dense(agreed, tensor.shape) else agreed
+            for tensor, agreed in own
+        ]
         self._sizes = [tensor.numel() * tensor.element_size() for tensor in tensors.values()]
         self._pieces = slices_of(self._sizes)
         self.slices = len(self._pieces)
@@ -177,6 +180,19 @@ class Hashing:
             return tensor
         shape, dtype = self._kinds[place]
         return torch.empty_strided(shape, self._strides[place], dtype=dtype, device=self._device).copy_(tensor)
+
+
+def _are_dense(strides: Sequence[int], shape: Sequence[int]) -> bool:
+    """Whether the elements of a tensor of this shape lie side by side in memory with these strides."""
+    if len(strides) != len(shape):
+        return False
+    length = 1
+    for step, size in sorted(zip(strides, shape, strict=True)):
+        if size != 1:
+            if step != length:
+                return False
+            length *= size
+    return True
 
 
 def _itself(tensor: Tensor) -> Tensor:

@@ -228,8 +228,8 @@ WEIGHTS = (
     Mutation(
         "each rank hashes a weight in the order of its own memory",
         "dpfuse/weights/hashing.py",
-        "agreed if agreed and sorted(agreed) == sorted(now) else now for now, agreed in own",
-        "now for now, agreed in own",
+        "dense_stride(tensor) if agreed is None or not _are_dense(agreed, tensor.shape) else agreed\n",
+        "dense_stride(tensor)\n",
         ("tests/weights/test_host_hash.py",),
     ),
     Mutation(

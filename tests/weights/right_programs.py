@@ -610,12 +610,13 @@ def a_model_that_is_converted(rank: int, size: int) -> None:
 @right
 def another_memory_format_of_a_frozen_layer_on_one_rank(rank: int, size: int) -> None:
     torch.manual_seed(0)
-    model = dpfuse.DataParallel(nn.Sequential(nn.Conv2d(3, 4, 3).requires_grad_(False), nn.Flatten(), nn.Linear(16, 2)))
+    frozen = nn.Conv2d(24, 24, 3).requires_grad_(False)  # a small one would be hashed in the order of its indices
+    model = dpfuse.DataParallel(nn.Sequential(frozen, nn.Flatten(), nn.Linear(96, 2)))
     if rank == 0:
         model.module[0].weight.data = model.module[0].weight.data.contiguous(memory_format=torch.channels_last)
     optimizer = SGD(model.parameters(), lr=0.05)
     for inputs in batches(rank):
-        loss_of(model(inputs.repeat(1, 8).view(4, 3, 4, 4))).backward()
+        loss_of(model(inputs.repeat(1, 64).view(4, 24, 4, 4))).backward()
         optimizer.step()
         optimizer.zero_grad()
 

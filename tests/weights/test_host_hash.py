@@ -1,5 +1,6 @@
 """The hash of small tensors on a CPU, and how the bits of a hash are written into a report."""
 
+import pytest
 import torch
 
 from dpfuse.weights.hashing import Hashing, write_number
@@ -88,14 +89,22 @@ def test_a_small_tensor_that_has_another_size_or_is_gone_is_left_out():
     assert torch.equal(written(), without)
 
 
-def test_a_large_weight_has_the_same_hash_in_each_memory_format():
-    weight = torch.randn(8, 16, 16, 16)  # small ones are hashed in the order of their indices
+@pytest.mark.parametrize("shape", [(24, 24, 3, 3), (8, 16, 16, 16), (64, 128, 1, 1)], ids=str)
+def test_a_large_weight_has_the_same_hash_in_each_memory_format(shape):
+    weight = torch.randn(shape)  # small ones are hashed in the order of their indices
     found = [
         Hashing({"weight": weight.contiguous(memory_format=kind)}, {"weight": weight.stride()}, CPU)
         for kind in (torch.contiguous_format, torch.channels_last)
     ]
     assert found[0].each().tolist() == found[1].each().tolist()
     assert found[0].describe() == found[1].describe()
+
+
+def test_a_weight_of_another_shape_is_hashed_in_its_own_order():
+    weight = torch.randn(24, 24, 3, 3)
+    hashing = Hashing({"weight": weight}, {"weight": (24, 1)}, CPU)
+    assert hashing.each().tolist() == Hashing({"weight": weight}, {}, CPU).each().tolist()
+    assert hashing.describe().endswith("(216, 9, 3, 1)")
 
 
 def test_empty_slices_are_counted_up_to_the_next_that_is_not():
