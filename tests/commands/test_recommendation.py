@@ -75,9 +75,3 @@ def test_few_rounds_are_told():
     rows = [default(10.0, (0.0,)), row("8 / 1 MB", (8.0, 1.0), 9.0, (0.0,))]
     assert recommend(rows).reason.endswith("with fewer than 5 rounds the noise is not known well")
     assert recommend(rows[:1]).reason.endswith("with fewer than 5 rounds the noise is not known well")
-
-
-def test_nothing_better_is_said():
-    assert recommend([default(), row("8 / 1 MB", (8.0, 1.0), 11.0)]).reason == (
-        "keep the default sizes: no other size is faster"
-    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 import warnings
@@ -222,17 +223,15 @@ def test_a_look_for_torch_changes_nothing_and_what_stays_torchs_is_named_at_the_
     done = python("-m", "dpfuse", "run", "--ranks", 2, "some.py", folder=tmp_path, DPFUSE_TRACE=str(tmp_path / "trace"))
     assert (done.returncode, done.stdout) == (0, "dpfuse\ndpfuse\n"), done.stderr
     assert done.stderr.count("UserWarning: Derived derives from torch's DistributedDataParallel") == 1
-    said = [line for line in done.stderr.splitlines() if line.startswith("dpfuse run: ")]
-    assert said[0].startswith(
-        "dpfuse run: Linear is wrapped by dpfuse's DistributedDataParallel instead of torch's (so"
-    )
-    assert said[1:] == [
-        "dpfuse run: 2 models of this process are wrapped by torch's DistributedDataParallel and not by dpfuse's: "
-        "Derived (some.py:11). The class derives from torch's. Derive it from dpfuse.DistributedDataParallel, or make "
-        "torch's class itself.",
-        "dpfuse run: 1 model of this process is wrapped by torch's DistributedDataParallel and not by dpfuse's: "
-        "Derived (some.py:12). A copy, or what is loaded from a file, keeps its class. Wrap its `module` again.",
+    replaced, *left = [line for line in done.stderr.splitlines() if line.startswith("dpfuse run: ")]
+    assert "Linear is wrapped by dpfuse's" in replaced
+    # How many, of which class and line, and what to do: the class derives from torch's, or it was copied.
+    assert [re.findall(r"(\d+) models? .*: Derived \(some.py:(\d+)\)", line) for line in left] == [
+        [("2", "11")],
+        [("1", "12")],
     ]
+    assert "Derive it from dpfuse" in left[0]
+    assert "Wrap its `module` again" in left[1]
     assert [trace.models[0]["wrapper"] for trace in read_folder(tmp_path / "trace").values()] == ["dpfuse", "dpfuse"]
 
 
@@ -436,13 +435,6 @@ def test_a_wrong_command_line_says_what_to_write(words, environment, texts, monk
     assert [text for text in texts if text not in said] == []
 
 
-def test_bare_dpfuse_shows_its_help_with_run_doctor_and_diff_first(capsys):
-    assert main([]) == 0
-    text = capsys.readouterr().out
-    places = [text.index(f"\n    {name} ") for name in ("run", "doctor", "diff", "plan", "tune", "bench", "env")]
-    assert places == sorted(places)
-
-
 @pytest.mark.parametrize(
     ("words", "text"),
     [
@@ -459,7 +451,7 @@ def test_a_wrong_name_of_a_flag_gets_one_line_with_the_right_one(words, text, ca
         main(words)
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line == f"dpfuse {words[0]}: unrecognized arguments: {words[1]}; {text}"
+    assert f"{words[1]}; {text}" in line
 
 
 def test_ctrl_c_before_ranks_are_started_is_one_line(monkeypatch, capsys):

@@ -88,13 +88,9 @@ import program
 PROGRAMS = {
     "as usual": MADE,
     "a look first": f"{LOOK} find('torch'); {MADE}",
-    "many looks": f"{LOOK} [find('torch') for _ in range(9)]; find('torch.nn.parallel.distributed'); {MADE}",
-    "a look, and another module first": f"{LOOK} find('torch'); import json, xml.dom; {MADE}",
     "a part of it first": f"{LOOK} find('torch'); import torch.nn.parallel; {MADE}",
     "the class first": f"from torch.nn.parallel.distributed import DistributedDataParallel; {MADE}",
     "import_module": f"import importlib; importlib.import_module('torch.nn'); {MADE}",
-    "__import__": f"__import__('torch.nn'); {MADE}",
-    "inside of a function": f"{LOOK} find('torch')\ndef main():\n    import torch\n    {MADE}\nmain()",
     "in a thread": f"{LOOK} find('torch')\nfrom threading import Thread\n"
     "one = Thread(target=__import__, args=['program']); one.start(); one.join()",
     "in two threads": """
@@ -114,16 +110,7 @@ import program
     "in a child": f"{LOOK} find('torch')\n"
     "import subprocess, sys; subprocess.run([sys.executable, 'program.py'], check=True)",
     "in a fork": f"{LOOK} find('torch')\nimport os\nif not os.fork():\n    {MADE}\nelse:\n    os.wait()",
-    "in a child of multiprocessing": """
-import importlib.util, multiprocessing
-importlib.util.find_spec("torch")
-if __name__ == "__main__":
-    one = multiprocessing.get_context("spawn").Process(target=__import__, args=["program"])
-    one.start()
-    one.join()
-""",
     "by runpy": f"{LOOK} find('torch'); import runpy; runpy.run_module('program', run_name='__main__')",
-    "by runpy, from a path": f"{LOOK} find('torch'); import runpy; runpy.run_path('program.py')",
     "by the loader that was found": f"import importlib.util, sys\nspec = importlib.util.find_spec('torch'){BY_HAND}",
     "by the first of two that were found": f"import importlib.util, sys\nspec = importlib.util.find_spec('torch')\n"
     f"importlib.util.find_spec('torch'){BY_HAND}",

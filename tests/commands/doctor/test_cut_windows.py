@@ -98,11 +98,6 @@ def clipping_after_each_batch(model, optimizer, rank):
 
 
 @wrong("changed")
-def cutting_values_after_each_batch(model, optimizer, rank):
-    accumulate(model, optimizer, rank, 12, 2, lambda: nn.utils.clip_grad_value_(model.parameters(), 0.005))
-
-
-@wrong("changed")
 def division_after_each_averaged_batch(model, optimizer, rank):
     for index, (x, y) in enumerate(batches(rank, 12)):
         loss_of(model(x), y).backward()
@@ -117,18 +112,6 @@ def division_after_each_averaged_batch(model, optimizer, rank):
 
 
 @right
-def clipping_once_before_the_step(model, optimizer, rank):
-    for epoch in range(3):
-        for index, (x, y) in enumerate(batches(rank, 18, epoch)):
-            with synchronising(model, index % 2):
-                loss_of(model(x), y).backward()
-            if index % 2:
-                nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=False)
-
-
-@right
 def rest_of_an_epoch_is_averaged(model, optimizer, rank):
     for epoch in range(3):
         for index, (x, y) in enumerate(batches(rank, 17, epoch)):
@@ -138,12 +121,6 @@ def rest_of_an_epoch_is_averaged(model, optimizer, rank):
             if sync:
                 optimizer.step()
                 optimizer.zero_grad()
-
-
-@right
-def windows_of_other_lengths_on_purpose(model, optimizer, rank):
-    for epoch, count in enumerate((2, 2, 1, 4, 3)):
-        accumulate(model, optimizer, rank + 7 * epoch, 12, count)
 
 
 @right
@@ -166,16 +143,6 @@ def weights_are_averaged_by_hand_after_the_rest(model, optimizer, rank):
         for param in model.parameters():
             dist.all_reduce(param.data)
             param.data /= dist.get_world_size()
-
-
-@right
-def local_steps_after_a_synchronous_begin(model, optimizer, rank):
-    accumulate(model, optimizer, rank, 20, 2)
-    with model.no_sync():
-        for x, y in batches(rank, 10, 1):
-            loss_of(model(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
 
 
 @right

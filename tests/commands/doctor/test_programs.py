@@ -19,7 +19,7 @@ from dpfuse.commands.doctor.summary import LINES
 from dpfuse.startup import startup_variables
 from tests.commands.programs import PROGRAMS
 from tests.commands.test_run import python
-from tests.distributed.processes import all_gone, clean_environment, family, free_port, start
+from tests.distributed.processes import all_gone, clean_environment, family, start
 from tests.patience import patience
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly]
@@ -38,14 +38,8 @@ def doctor(tmp_path, *words, ranks=2, steps=16, options=(), program="toy.py"):
     return done, report, page
 
 
-@pytest.mark.parametrize(
-    ("program", "words"),
-    [("toy.py", []), ("language_model.py", []), ("trainer.py", ["--epochs", "9"]), ("contrast", ["--steps", "99"])],
-    ids=["toy", "language model", "trainer", "contrast"],
-)
-def test_a_healthy_program_has_equal_numbers_and_nothing_is_named(program, words, tmp_path):
-    options = ["-m"] if program == "contrast" else []
-    done, report, page = doctor(tmp_path, *words, options=options, program=program)
+def test_a_healthy_program_has_equal_numbers_and_nothing_is_named(tmp_path):
+    done, report, page = doctor(tmp_path)
     assert report["numbers"]["result"] == "equal", done.stdout
     assert report["findings"] == []
     assert done.returncode == 0
@@ -55,13 +49,6 @@ def test_a_healthy_program_has_equal_numbers_and_nothing_is_named(program, words
     assert left == sorted(left, reverse=True)
     seconds = {run["title"]: run["seconds"] for run in report["runs"]}
     assert sum(seconds.values()) <= 6 * max(value for title, value in seconds.items() if "torch DDP" in title)
-
-
-def test_three_ranks_are_judged_by_the_distance_of_ddp_from_itself(tmp_path):
-    done, report, _ = doctor(tmp_path, "--width", 128, ranks=3)
-    assert report["numbers"]["result"] in ("equal", "close"), done.stdout
-    assert done.returncode == 0
-    assert any("other buckets" in run["title"] for run in report["runs"])
 
 
 @pytest.mark.parametrize(
@@ -87,11 +74,8 @@ def test_three_ranks_are_judged_by_the_distance_of_ddp_from_itself(tmp_path):
             "made no DistributedDataParallel under torch DDP before an optimizer had made 16",
         ),
         ("derived", 2, None, "Derived derives from torch's DistributedDataParallel, and dpfuse does not replace it"),
-        ("clock", 1, "itself", "The program differs from itself: run 1, torch DDP and run 3, torch DDP had the same"),
         ("unseeded", 0, "equal", "the same bits as under DDP"),
         ("unused", 1, "equal", r"unused parameters: never.weight, never.bias of model 0 \(Net\) got no gradient"),
-        ("drift", 1, "equal", "the weights of the ranks differ: after step 6 the ranks hold different weights"),
-        ("same batches", 1, "equal", "Every rank computes on the same batches"),
     ],
 )
 def test_what_is_wrong_is_said(wrong, code, result, text, tmp_path):
@@ -117,13 +101,6 @@ def test_a_run_that_resumes_voids_the_comparison_and_no_code_behind_the_loop_run
     assert done.returncode == 2
     assert [path.name for path in (tmp_path / "saved").iterdir()] == ["checkpoint.pt"]
     assert all(len(paths) == 1 for paths in report["changed files"].values())
-
-
-def test_a_program_that_starts_its_own_ranks(tmp_path):
-    words = [2, free_port(), 1000]
-    done, report, _ = doctor(tmp_path, *words, options=["--own_ranks"], program="momentum_encoder.py")
-    assert report["numbers"]["result"] == "equal", done.stdout
-    assert done.returncode == 0
 
 
 @pytest.mark.parametrize(
