@@ -16,12 +16,8 @@ def timed(model):
 
 @pytest.mark.parametrize(("call", "name"), [(timed, "time_communication"), (dpfuse.autotune, "autotune")])
 def test_a_model_that_is_not_wrapped_is_refused(call, name):
-    with pytest.raises(TypeError) as raised:
+    with pytest.raises(TypeError, match=rf"{name}: .* got Linear\. .*dpfuse\.DistributedDataParallel\(module\)"):
         call(nn.Linear(2, 1))
-    assert str(raised.value) == (
-        f"{name}: model must be wrapped by dpfuse, got Linear. Pass the result of "
-        "dpfuse.DistributedDataParallel(module) or dpfuse.DataParallel(module)."
-    )
 
 
 def test_a_compiled_wrapper_is_told_apart():
