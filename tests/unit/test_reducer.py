@@ -1,9 +1,13 @@
-"""The reducer on buckets that only note what happens to them: every phase and every illegal move, no gradient."""
+"""The reducer on buckets that only note what happens to them: what real ranks on a CPU do not show.
+
+That is which hooks it installs, when it reads the report on CUDA, captured backwards, and bookkeeping at the end of a
+backward. What a user sees of it is tested on real ranks: `distributed/averaging/test_ready_lists.py` and
+`test_sync_rules.py`, `distributed/failures/test_interruptions.py`, `distributed/changes`.
+"""
 
 from __future__ import annotations
 
 import gc
-import random
 import warnings
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -44,12 +48,10 @@ class NotedReport:
         self.is_on_cpu = True
         self.was_read = True
         self.asked = ()
-        self.used = set()
         self.reads = []
-        self.handed_over = 0
 
     def hand_over(self):
-        self.handed_over += 1
+        """Nothing is copied."""
 
     def read(self, outcome, *, wait, gather):
         self.reads.append((wait, gather))
@@ -62,38 +64,20 @@ class NotedReport:
         """It has told everything."""
 
     def used_somewhere(self, indices):
-        return self.used.intersection(indices)
+        return set()
 
     def wrong(self):
         return torch.tensor(False)
-
-
-class NotedFeed(Feed):
-    """Has a hook for some parameters, which notes that it was called."""
-
-    def __init__(self, log, large=()):
-        self.log, self.large = log, large
-
-    def hooks(self):
-        return {index: lambda index=index: self.log.append(("pack", index)) for index in self.large}
 
 
 class NotedAccumulating(Accumulating):
     """Notes when it takes gradients."""
 
     def __init__(self, order, log):
-        self.order, self.log, self.held, self.error = order, log, set(), None
+        self.order, self.log, self.held = order, log, set()
 
     def take(self, *, backward_ended):
         self.log.append(("take", self.order, backward_ended))
-        if self.error is not None and backward_ended:
-            raise self.error
-        self.held.add(self.order)
-
-    def forget(self):
-        count = len(self.held)
-        self.held.clear()
-        return count
 
 
 class NotedBucket:
@@ -108,7 +92,6 @@ class NotedBucket:
         self.state, self.error, self.missing = FREE, None, []
         self.lacks, self.fails = [], None  # what the test plants
         self.rides = self.carries = False
-        self.outcome = None
 
     @property
     def busy(self):
@@ -116,7 +99,7 @@ class NotedBucket:
 
     def send(self, outcome, *, complete):
         self._move(FREE, FLIGHT, ("send", self.order))
-        self.missing, self.error, self.complete, self.frozen = list(self.lacks), self.fails, complete, outcome.frozen
+        self.missing, self.error, self.complete = list(self.lacks), self.fails, complete
         outcome.missing += tuple(self.missing)
         outcome.error = outcome.error or self.error
 
@@ -145,7 +128,7 @@ class NotedBucket:
 
 
 class Bench:
-    """A reducer of `count` parameters in buckets of two, and of one at both ends: (5,), (3, 4), (1, 2), (0,).
+    """A reducer of six parameters in buckets of two, and of one at both ends: (5,), (3, 4), (1, 2), (0,).
 
     Attributes:
         log: what happened, in order.
@@ -154,12 +137,12 @@ class Bench:
         seen: order and marks of each first synchronised backward.
     """
 
-    def __init__(self, count=6, *, feed=None, strict=False, warn_unused=False, watchers=()):
+    def __init__(self, *, feed=None, strict=False, warn_unused=False, watchers=()):
         self.log, self.hooks, self.seen, self.guarded, self.installed = [], {}, [], [], []
         self.window = Window()
-        self.refuse_rebuild = self.left = None
+        self.refuse_rebuild = None
         self.at_end = 0
-        in_use = self.planned([f"p{i}" for i in range(count)], feed)
+        in_use = self.planned([f"p{i}" for i in range(6)], feed)
         self.params, self.names = in_use.params, in_use.names
         self.layout, self.question = ReportLayout(), Question("what", lambda: None)
         self.layout.compare(Field("wrapper", lambda: 0, lambda number: f"has number {number}", "Use the same."))
@@ -179,14 +162,14 @@ class Bench:
             open_at_end=self.open_at_end,
             rebuild=self.rebuild,
             decline=lambda: self.log.append(("decline",)),
-            check_group=self.check_group,
+            check_group=lambda: None,
             install=self.install,
             spoil=self.guarded.append,
             answer=lambda question: self.log.append(("answer", question)),
         )
         self.reducer = Reducer(in_use, wiring)
 
-    def planned(self, names, feed=None, prefix=""):
+    def planned(self, names, feed):
         plan = plan_buckets([ParamSpec(name, (4,), "float32") for name in names], 32 / 2**20, 16 / 2**20)
         params = [nn.Parameter(torch.zeros(4)) for _ in names]
         self.report = NotedReport()
@@ -194,7 +177,7 @@ class Bench:
         buckets = [
             NotedBucket(
                 bucket,
-                prefix + str(order) if prefix else order,
+                order,
                 params,
                 self.log,
                 self.report if order == last else None,
@@ -214,10 +197,6 @@ class Bench:
             return self.refuse_rebuild
         self.reducer.adopt(self.reducer.in_use.remade(self.reducer.buckets, marks=marks), rebuilt=True)
         return None
-
-    def check_group(self):
-        if self.left is not None:
-            raise self.left
 
     def open_at_end(self):
         self.at_end += 1
@@ -259,30 +238,6 @@ def test_the_first_synchronised_backward_is_recorded_and_sent_at_its_end():
     assert bench.orders("send") == [0, 1, 2, 3]
     assert bench.seen == [([5, 2, 4, 1, 0], [1, 1, 1, 0, 2, 1])]
     assert (bench.reducer.phase, bench.reducer.completed) == (Phase.IDLE, 1)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_any_order_of_ready_marks_gives_the_same_order_of_sending(seed):
-    bench = Bench().settled()
-    order = list(range(6))
-    for number in range(4):
-        random.Random(seed + 100 * number).shuffle(order)
-        bench.log.clear()
-        bench.backward(order)
-        assert bench.orders("send") == [0, 1, 2, 3]
-        assert bench.orders("deliver") == [0, 1, 2, 3]
-        assert all(bucket.complete for bucket in bench.buckets)
-
-
-def test_a_bucket_is_sent_as_soon_as_it_and_all_before_it_are_complete_and_the_last_one_at_the_end():
-    bench = Bench().settled()
-    bench.reducer.open(announced=True)
-    assert bench.reducer.phase is Phase.REDUCING
-    for index, sent in [(1, 0), (2, 0), (4, 0), (5, 1), (3, 3), (0, 3)]:
-        bench.mark(index)
-        assert len(bench.orders("send")) == sent
-    bench.reducer.close(lambda: True)
-    assert bench.orders("send") == [0, 1, 2, 3]
 
 
 def test_only_one_parameter_of_each_bucket_has_a_hook_in_python():
@@ -331,53 +286,6 @@ def test_a_sentinel_that_was_not_used_is_replaced_at_once():
 
 
 # --- Which backwards synchronise ---
-
-
-def test_ready_marks_of_a_local_backward_send_nothing():
-    bench = Bench()
-    for _ in range(2):
-        bench.window.request(False)
-        bench.backward()
-        assert (bench.log, bench.reducer.phase) == ([], Phase.IDLE)
-        bench.settled()
-
-
-def test_a_ready_mark_without_announcement_opens_the_backward():
-    bench = Bench()
-    bench.mark(3)
-    assert bench.reducer.phase is Phase.RECORDING
-    bench.reducer.close(lambda: True)
-    assert bench.orders("send") == [0, 1, 2, 3]
-    bench.log.clear()
-    bench.mark(5)  # a sentinel, which has the first hook that looks
-    assert bench.reducer.phase is Phase.REDUCING
-    assert bench.orders("send") == [0]
-    bench.mark(4, 3, 2, 1, 0)
-    bench.reducer.close(lambda: True)
-    assert bench.orders("deliver") == [0, 1, 2, 3]
-
-
-def test_a_task_that_reaches_no_leaf_is_no_backward():
-    bench = Bench()
-    bench.window.request(True)
-    bench.reducer.open(announced=True)
-    bench.reducer.close(lambda: False)
-    assert (bench.log, bench.reducer.phase) == ([], Phase.IDLE)
-    bench.reducer.require_sync = False
-    bench.reducer.open(announced=True)
-    assert bench.reducer.phase is Phase.RECORDING  # the synchronising forward was not used up
-
-
-@pytest.mark.parametrize("forwards", [(True, False), (False, True), (True,)])
-def test_one_forward_that_synchronises_wins(forwards):
-    bench = Bench().settled()
-    bench.reducer.require_sync = False
-    for sync in forwards:
-        bench.window.request(sync)
-    assert bench.window.owes_backward
-    bench.backward()
-    assert bench.orders("send") == [0, 1, 2, 3]
-    assert not bench.window.owes_backward
 
 
 def test_a_forgotten_forward_and_a_prepared_backward_decide_the_next_one():
@@ -499,29 +407,7 @@ def test_a_reducer_that_was_freed_is_not_asked():
     torch.optim.SGD(params, lr=0.1).step()
 
 
-# --- Parameters that come too late, too often, never, or are frozen ---
-
-
-def test_a_parameter_that_becomes_ready_after_its_bucket_was_sent_is_named():
-    bench = Bench().settled()
-    with pytest.raises(DPFuseError, match="on rank 0 parameter 'p5' became ready after its bucket was sent"):
-        bench.backward([5, 5, 4, 3, 2, 1, 0])
-    assert bench.reducer.phase is Phase.IDLE
-    assert (bench.orders("deliver"), bench.orders("discard")) == ([], [0, 1, 2, 3])
-    bench.log.clear()
-    bench.backward()
-    assert bench.orders("deliver") == [0, 1, 2, 3]
-
-
-def test_a_parameter_is_waited_for_as_often_as_it_became_ready_in_the_first_backward():
-    bench = Bench()
-    bench.backward([5, 4, 5, 3, 2, 1, 0])
-    bench.log.clear()
-    bench.reducer.open(announced=True)
-    bench.mark(5, 4, 3)
-    assert bench.log == []
-    bench.mark(5)
-    assert bench.orders("send") == [0, 1]
+# --- Buckets that ride, and unused parameters ---
 
 
 def test_buckets_that_ride_are_not_waited_for_and_arrive_once_the_one_that_carries_them_has_landed():
@@ -563,67 +449,6 @@ def test_none_arrives_where_the_wait_for_the_last_one_raises(monkeypatch):
     assert first.state is FLIGHT
 
 
-def test_buckets_with_missing_gradients_are_delivered_last_and_without_those_that_no_rank_used():
-    bench = Bench(warn_unused=True).settled()
-    bench.buckets[1].lacks, bench.buckets[2].lacks = [3], [1, 2]
-    bench.report.used = {1}
-    with pytest.warns(UserWarning, match=r"parameters 'p1', 'p2', 'p3' got no gradient .* no rank used 2 of them"):
-        bench.backward([5, 4, 0])
-    assert [entry for entry in bench.log if entry[0] == "deliver"] == [
-        ("deliver", 0),
-        ("deliver", 3),
-        ("deliver", 1, 2, 3),
-        ("deliver", 2, 2, 3),
-    ]
-    assert bench.report.reads[-1][0], "this rank waits for what the others have used"
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        bench.backward([5, 4, 0])  # it warns once
-
-
-def test_a_frozen_parameter_is_told_and_no_longer_waited_for():
-    bench = Bench().settled()
-    bench.params[4].requires_grad_(False)
-    bench.backward([5, 3, 2, 1, 0])
-    assert bench.buckets[-1].frozen == {4}, "it is told in the backward in which it is noticed"
-    bench.log.clear()
-    bench.reducer.open(announced=True)
-    bench.mark(5, 3)
-    assert bench.orders("send") == [0, 1]
-    assert bench.buckets[0].frozen == {4}
-    bench.mark(2, 1, 0)
-    bench.reducer.close(lambda: True)
-    bench.params[4].requires_grad_(True)
-    bench.log.clear()
-    bench.reducer.open(announced=True)
-    bench.mark(5, 3)
-    assert (bench.orders("send"), bench.buckets[0].frozen) == ([0], set())
-    bench.mark(4, 2, 1)
-    assert bench.orders("send") == [0, 1, 2]
-
-
-def test_a_parameter_that_was_frozen_before_the_first_backward_is_told_in_it():
-    bench = Bench()
-    bench.params[2].requires_grad_(False)
-    bench.backward([5, 4, 3, 1, 0])
-    assert all(bucket.frozen == {2} for bucket in bench.buckets)
-
-
-@pytest.mark.parametrize("warn_unused", [True, False])
-def test_a_parameter_that_holds_others_up_in_four_backwards_in_a_row_is_named_once_if_wanted(warn_unused):
-    bench = Bench(warn_unused=warn_unused).settled()
-    bench.buckets[0].lacks = [5]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(6):
-            bench.backward([4, 3, 2, 1, 0])
-    texts = [
-        "rank 0: parameter 'p5' got no gradient in this backward; no ",
-        "rank 0: parameter 'p5' did not become ready in 4 backwards, ",
-    ]
-    assert [str(warning.message)[:60] for warning in caught] == (texts if warn_unused else [])
-
-
 def test_a_warning_that_is_an_error_comes_when_all_is_delivered():
     bench = Bench(warn_unused=True).settled()
     bench.buckets[0].lacks = [5]
@@ -635,175 +460,6 @@ def test_a_warning_that_is_an_error_comes_when_all_is_delivered():
 
 
 # --- Errors, and backwards that die ---
-
-
-def test_an_error_of_a_bucket_discards_what_was_held_and_is_the_cause():
-    bench = Bench().settled()
-    bench.buckets[1].fails = ValueError("the gradient does not fit")
-    with pytest.raises(DPFuseError, match="rank 0 could not pack its gradients: the gradient does not fit") as caught:
-        bench.backward()
-    assert caught.value.__cause__ is bench.buckets[1].fails
-    assert (bench.orders("deliver"), bench.orders("discard")) == ([], [0, 1, 2, 3])
-    assert (bench.reducer.phase, bench.reducer.completed) == (Phase.IDLE, 1)
-
-
-def test_an_error_that_comes_while_buckets_land_leaves_those_before_it_delivered(monkeypatch):
-    bench = Bench().settled()
-    wait = bench.buckets[2].wait
-
-    def fail():
-        wait()
-        bench.buckets[2].error = DPFuseError("the communication hook failed")
-
-    monkeypatch.setattr(bench.buckets[2], "wait", fail)
-    with pytest.raises(DPFuseError, match=r"rank 0: the communication hook failed\. No rank's gradients"):
-        bench.backward()
-    assert (bench.orders("deliver"), bench.orders("discard")) == ([0, 1], [2, 3])
-
-
-@pytest.mark.parametrize(
-    ("reading", "text"),
-    [
-        (Reading(any_failed=True, rank=1), "the backward failed on rank 1 of 2, so rank 0 has no averaged gradients"),
-        (Reading(any_failed=True), "the backward failed on several ranks of 2"),
-        (
-            Reading(any_failed=True, rows=((0, 0, 1, 0), (1, 0, 1, 0))),
-            "the backward failed on rank 1 of 2",
-        ),
-        (Reading(any_changed=True, rank=1), "^rank 0: the module was changed on rank 1 of 2 .* and not on rank 0"),
-        (Reading(differing=("wrapper",)), "rank 0: this rank has number 0, and another rank does not; expected"),
-        (
-            Reading(differing=("wrapper",), rows=((0, 0, 5, 0), (0, 0, 6, 0))),
-            "rank 0: rank 1 has number 6, rank 0 has number 5; expected the same on every rank. Use the same.",
-        ),
-        (
-            Reading(differing=("frozen",), rows=((0, 0, 5, 0), (0, 0, 5, 3))),
-            r"have frozen different parameters since the module was wrapped \(0, 3 of them, by rank\)",
-        ),
-    ],
-)
-def test_what_the_report_says_is_raised_and_the_next_backward_goes_on(reading, text):
-    bench = Bench().settled()
-    bench.report.reading = reading
-    with pytest.raises(DPFuseError, match=text):
-        bench.backward()
-    assert bench.reducer.phase is Phase.IDLE
-    assert bench.reducer.failed_somewhere() is reading.any_failed
-    assert bench.report.reads[-1] == (True, False)
-    bench.report.reading = ALL_WELL
-    bench.backward()
-    assert bench.reducer.completed == 2
-
-
-@pytest.mark.parametrize("told", [True, False], ids=["abandoned", "ended, but not closed"])
-def test_an_abandoned_backward_is_drained_with_a_report_of_failure(told):
-    bench = Bench().settled()
-    bench.reducer.open(announced=True)
-    bench.mark(5)
-    bench.report.reading = Reading(any_failed=True, rank=1)
-    if told:
-        bench.reducer.abandon()
-        assert bench.reducer.phase is Phase.ABANDONED
-    with pytest.raises(DPFuseError, match="interrupted by an exception on rank 1 of 2 only"):
-        bench.reducer.open(announced=True)
-    assert bench.report.handed_over == 1, "the next pack writes over what was not copied"
-    assert bench.orders("send") == [0]
-    assert [entry[1:] for entry in bench.log if entry[0] == "send empty"] == [
-        (order, True, False) for order in (1, 2, 3)
-    ]
-    assert bench.orders("discard") == [0, 1, 2, 3]
-    bench.report.reading = ALL_WELL
-    bench.log.clear()
-    bench.backward()
-    assert bench.orders("send") == [0, 1, 2, 3]
-
-
-def test_where_all_ranks_have_abandoned_a_backward_training_goes_on():
-    bench = Bench().settled()
-    bench.reducer.open(announced=True)
-    bench.mark(5)
-    bench.reducer.abandon()
-    bench.report.reading = Reading(any_failed=True, any_well=False)
-    bench.reducer.drain()
-    assert bench.reducer.phase is Phase.IDLE
-    bench.report.reading = ALL_WELL
-    bench.backward()
-    assert bench.orders("deliver") == [0, 1, 2, 3]
-
-
-def test_a_backward_without_announcement_after_one_that_has_sent_is_an_error():
-    bench = Bench().settled()
-    bench.reducer.open(announced=True)
-    bench.mark(5)
-    bench.reducer.abandon()
-    bench.report.reading = Reading(any_failed=True, any_well=False)
-    with pytest.raises(DPFuseError, match="an exception ended the last backward after it had sent gradients"):
-        bench.mark(5)
-    drained_by_all(bench)
-    bench.backward()
-    assert bench.orders("deliver") == [0, 1, 2, 3]
-
-
-def test_a_collective_that_fails_leaves_the_backward_to_be_drained(monkeypatch):
-    bench = Bench().settled()
-    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="the network failed"):
-        patch.setattr(bench.buckets[2], "wait", lambda: (_ for _ in ()).throw(RuntimeError("the network failed")))
-        bench.backward()
-    assert bench.reducer.phase is Phase.ABANDONED
-    assert bench.reducer.last_error == "<class 'RuntimeError'>: the network failed"
-    assert bench.orders("deliver") == [0, 1]
-    bench.report.reading = Reading(any_failed=True, any_well=False)
-    bench.reducer.drain()
-    assert bench.orders("discard") == [2, 3], "those that were delivered are sent no second time"
-    assert bench.orders("send empty") == []
-
-
-def test_a_rank_that_has_left_its_group_drains_nothing():
-    bench = Bench().settled()
-    bench.reducer.open(announced=True)
-    bench.mark(5)
-    bench.reducer.abandon()
-    bench.left = DPFuseError("a collective of this group has failed")
-    bench.log.clear()
-    for _ in range(2):
-        with pytest.raises(DPFuseError, match="a collective of this group has failed"):
-            bench.reducer.open(announced=True)
-    assert bench.log == []
-
-
-def test_an_abandoned_local_backward_needs_no_drain():
-    bench = Bench()
-    bench.window.request(False)
-    bench.reducer.open(announced=True)
-    bench.reducer.abandon()
-    assert (bench.log, bench.reducer.phase) == ([], Phase.IDLE)
-    assert bench.window.died
-
-
-@pytest.mark.parametrize("sync", [True, False])
-@pytest.mark.parametrize("opened", [True, False])
-def test_a_backward_that_dies_before_it_is_open_counts_as_abandoned_and_one_that_has_ended_does_not(opened, sync):
-    bench = Bench().settled()
-    bench.window.request(sync)
-    bench.reducer.abandon(opened=opened)
-    assert bench.reducer.phase is (Phase.ABANDONED if sync and not opened else Phase.IDLE)
-    assert bench.window.died is (not sync and not opened)
-
-
-def test_a_backward_that_dies_after_the_gradients_were_averaged_declines_the_vote():
-    bench = Bench()
-
-    def interrupted(order, marks, hidden):
-        raise KeyboardInterrupt
-
-    object.__setattr__(bench.reducer._wiring, "rebuild", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        bench.backward()
-    assert bench.reducer.phase is Phase.ABANDONED
-    bench.log.clear()
-    with pytest.raises(DPFuseError, match="interrupted by an exception on rank 0 of 2 only"):
-        bench.reducer.drain()
-    assert bench.log == [("decline",)]
 
 
 def test_an_error_of_the_rebuild_is_raised_once_the_reducer_is_ready_again():
@@ -908,141 +564,7 @@ def test_a_pack_that_fails_in_a_capture_is_reported_and_nothing_is_read():
     assert bench.reducer.phase is Phase.IDLE
 
 
-# --- A model that has changed ---
-
-
-def follow(bench, agree):
-    """Three parameters in two buckets take the place of six in four; their log has names of its own."""
-    old = bench.report
-    changed = bench.planned(["a", "b", "c"], prefix="new ")
-    bench.params = changed.params
-    bench.new_report, bench.report = bench.report, old
-    bench.hooks.clear()
-    bench.reducer.follow(changed, "parameter 'c' was added", lambda: (agree(), bench.reducer.keep_change()))
-
-
-def test_the_buckets_of_a_changed_model_are_sent_once_all_ranks_have_told_of_it_in_the_old_ones():
-    bench = Bench().settled()
-    follow(bench, lambda: bench.log.append(("agree", "")))
-    bench.report.reading = Reading(any_changed=True, any_unchanged=False)
-    bench.reducer.open(announced=True)
-    assert bench.reducer.phase is Phase.CHANGED
-    bench.mark(2, 0, 1)
-    assert bench.log == []  # nothing is sent before the end
-    bench.reducer.close(lambda: True)
-    assert [entry[1:] for entry in bench.log if entry[0] == "send empty"] == [
-        (order, False, True) for order in range(4)
-    ]
-    assert bench.orders("send") == ["new 0", "new 1"]
-    assert [entry[1] for entry in bench.log if entry[0] in ("deliver", "agree")] == ["", "new 0", "new 1"]
-    assert bench.orders("discard") == [0, 1, 2, 3]
-    assert bench.seen[1:] == [([2, 0, 1], [1, 1, 1])]
-    assert bench.reducer.rebuilt
-    bench.log.clear()
-    bench.backward()
-    assert (bench.orders("send"), bench.orders("send empty")) == (["new 0", "new 1"], [])
-
-
-@pytest.mark.parametrize("here", [True, False])
-def test_a_change_on_one_rank_is_told_by_the_ranks_and_stays(here):
-    bench = Bench().settled()
-    bench.report.reading = Reading(any_changed=True, rank=0 if here else 1)
-    if here:
-        follow(bench, lambda: pytest.fail("there is nothing to agree on"))
-    for _ in range(2):
-        with pytest.raises(DPFuseError, match="'c' was added .* and not on rank 1" if here else "^rank 0: the module"):
-            bench.backward()
-        assert bench.reducer.phase is Phase.IDLE
-    assert bench.orders("send empty" if here else "send") == [0, 1, 2, 3] * 2
-
-
-def test_ranks_that_have_changed_differently_all_raise_and_can_change_again():
-    bench = Bench().settled()
-    bench.report.reading = Reading(any_changed=True, any_unchanged=False)
-
-    def disagree():
-        raise DPFuseError("the change differs between ranks")
-
-    follow(bench, disagree)
-    for _ in range(2):
-        with pytest.raises(DPFuseError, match="the change differs"):
-            bench.backward()
-        assert bench.reducer.phase is Phase.IDLE
-    assert bench.orders("send") == []
-
-
-def test_a_change_that_was_undone_leaves_the_old_buckets():
-    bench = Bench().settled()
-    params = bench.params
-    follow(bench, lambda: None)
-    follow(bench, lambda: None)
-    bench.params = params
-    bench.reducer.unfollow()
-    bench.backward()
-    assert (bench.orders("send"), bench.orders("send empty")) == ([0, 1, 2, 3], [])
-
-
-def test_a_changed_model_is_drained_in_the_old_buckets():
-    bench = Bench().settled()
-    bench.report.reading = Reading(any_failed=True, rank=0)
-    follow(bench, lambda: None)
-    bench.reducer.open(announced=True)
-    bench.mark(0)
-    bench.reducer.abandon()
-    with pytest.raises(DPFuseError, match="interrupted by an exception on rank 0 of 2 only"):
-        bench.reducer.drain()
-    assert [entry[1:] for entry in bench.log if entry[0] == "send empty"] == [
-        (order, True, False) for order in range(4)
-    ]
-
-
-# --- A rank without inputs ---
-
-
-def test_a_rank_that_shadows_a_backward_takes_part_as_one_without_inputs_and_does_not_warn():
-    bench = Bench(warn_unused=True).settled()
-    for bucket in bench.buckets:
-        bucket.lacks = list(bucket.plan.params)
-    elsewhere = []
-    bench.report.used_somewhere = lambda indices: elsewhere.append(bench.window.without_inputs) or set(indices)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        bench.reducer.shadow_backward()
-    assert bench.orders("send") == [0, 1, 2, 3]
-    assert (elsewhere, bench.window.without_inputs) == ([True], False)
-    for bucket in bench.buckets:
-        bucket.lacks = [5] if 5 in bucket.plan.params else []
-    with pytest.warns(UserWarning, match="'p5' got no gradient"):
-        bench.backward([4, 3, 2, 1, 0])
-
-
 # --- Feeds ---
-
-
-def test_a_large_gradient_is_packed_before_it_is_noted_and_only_while_its_bucket_can_take_it():
-    bench = Bench(feed=lambda order, log: NotedFeed(log, (3, 4) if order == 1 else ()))
-    bench.backward()
-    assert bench.orders("pack") == [], "the first backward is recorded"
-    bench.log.clear()
-    bench.window.request(False)
-    bench.backward()
-    assert bench.log == [], "a local one sends nothing"
-    bench.window.request(True)
-    bench.reducer.open(announced=True)
-    bench.mark(5, 4, 3)
-    assert bench.log == [("send", 0), ("pack", 4), ("pack", 3), ("send", 1)]
-    with pytest.raises(DPFuseError, match="parameter 'p4' became ready after"):
-        bench.mark(4, 2, 1, 0)
-        bench.reducer.close(lambda: True)
-    assert bench.orders("pack") == [4, 3], "what was sent is packed no more"
-
-
-def test_a_parameter_that_becomes_ready_several_times_is_not_packed_early():
-    bench = Bench(feed=lambda order, log: NotedFeed(log, (3, 4) if order == 1 else ()))
-    bench.backward([5, 4, 4, 3, 2, 1, 0])
-    bench.log.clear()
-    bench.backward([5, 4, 4, 3, 2, 1, 0])
-    assert bench.orders("pack") == [3]
 
 
 @pytest.mark.parametrize("feed", [None, NotedAccumulating])
@@ -1071,55 +593,3 @@ def test_no_hook_notes_the_stream_in_the_recorded_backward_unless_buckets_accumu
     bench.install(bench.reducer.hooks())
     bench.backward()
     assert len(noted) == (6 if feed else 0)
-
-
-@pytest.mark.parametrize("settled", [True, False])
-def test_a_local_backward_accumulates_complete_buckets_while_it_runs_and_the_rest_at_its_end(settled):
-    bench = Bench(feed=NotedAccumulating)
-    if settled:
-        bench.settled()
-    bench.window.request(False)
-    bench.reducer.open(announced=True)
-    bench.mark(2, 1, 4)
-    assert bench.log == [("take", 2, False)], "in no order of the buckets"
-    bench.reducer.close(lambda: True)
-    taken = [1, 2] if settled else [0, 1, 2, 3]
-    assert bench.log[1:] == [("take", order, True) for order in taken]
-    assert bench.orders("send") == []
-    (backwards, _) = bench.window.fields()
-    assert backwards.value() == 1
-    with pytest.raises(DPFuseError, match=r"discard_accumulated\(\) was called while a backward is LOCAL"):
-        bench.window.request(False)
-        bench.reducer.open(announced=True)
-        bench.reducer.discard_accumulated()
-    bench.reducer.close(lambda: True)
-    bench.reducer.discard_accumulated()
-    assert backwards.value() == 0
-    assert not any(bucket.parts.feed.held for bucket in bench.buckets)
-
-
-def test_a_local_backward_that_dies_throws_the_window_away_with_a_warning():
-    bench = Bench(feed=NotedAccumulating).settled()
-    bench.window.request(False)
-    bench.backward()
-    bench.reducer.open(announced=True)
-    with pytest.warns(UserWarning, match="accumulated in the buckets before, for 4 parameters, was thrown away"):
-        bench.reducer.abandon()
-    assert bench.reducer.phase is Phase.IDLE
-    bench.window.request(False)
-    bench.buckets[2].parts.feed.error = ValueError("it does not fit")
-    with pytest.warns(UserWarning, match="for 4 parameters"), pytest.raises(ValueError, match="it does not fit"):
-        bench.backward()
-    assert bench.reducer.phase is Phase.IDLE
-
-
-def test_an_abandoned_synchronised_backward_forgets_what_was_accumulated():
-    bench = Bench(feed=NotedAccumulating).settled()
-    bench.window.request(False)
-    bench.backward()
-    bench.window.request(True)
-    bench.reducer.open(announced=True)
-    bench.reducer.abandon()
-    bench.report.reading = Reading(any_failed=True, any_well=False)
-    bench.reducer.drain()
-    assert not any(bucket.parts.feed.held for bucket in bench.buckets)
