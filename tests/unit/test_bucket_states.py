@@ -16,7 +16,6 @@ from dpfuse.engine.assembly import Assembly
 from dpfuse.engine.averaging import Averaging, Wire
 from dpfuse.engine.bucket import FLIGHT, FREE, LANDED, BucketState
 from dpfuse.engine.delivery import Private, RenewedViews
-from dpfuse.engine.events import Events, Watcher
 from dpfuse.engine.exchanges.all_reduce import AllReduce
 from dpfuse.engine.exchanges.hooked import HookedBuffer, HookedRows
 from dpfuse.engine.exchanges.in_place import InPlace
@@ -28,7 +27,7 @@ from dpfuse.engine.feeds.eager import Eager
 from dpfuse.engine.param_spec import ParamSpec
 from dpfuse.engine.plan import plan_buckets
 from dpfuse.engine.protocols import PackStep
-from dpfuse.engine.report import ALL_WELL, Outcome, Reading
+from dpfuse.engine.report import ALL_WELL, Outcome
 from dpfuse.engine.settings import SyncSettings
 from dpfuse.errors import DPFuseError
 from tests.unit.engine_inputs import make_report, surroundings
@@ -154,17 +153,6 @@ def test_every_illegal_move_of_every_bucket_is_an_error(make, state, monkeypatch
     assert make not in PARTS or PARTS[make] in parts
 
 
-@pytest.mark.parametrize("moves", ["wait", "deliver", "discard", "send send", "send deliver", "send wait send"])
-def test_an_illegal_move_names_the_bucket_its_parameters_and_its_state(group, moves):
-    (bucket,) = one_bucket(group, [nn.Parameter(torch.ones(3))])
-    *legal, illegal = moves.split()
-    for move in legal:
-        MOVES[move](bucket)
-    text = rf"^bucket 0 \(1.14e-05 MB\) with parameters p0… is {bucket.state.name}, expected \w+; this is a bug in dpf"
-    with pytest.raises(DPFuseError, match=text):
-        MOVES[illegal](bucket)
-
-
 def one_bucket(group, params, make_report=None, **settings):
     plan = plan_buckets([ParamSpec(f"p{i}", tuple(param.shape), "float32") for i, param in enumerate(params)])
     return Assembly(group, surroundings(), SyncSettings(**settings), make_report=make_report).make(plan, params)
@@ -194,11 +182,7 @@ def test_padding_and_gaps_of_a_buffer_stay_zero(group):
 
 
 def poison(model):
-    poison_buckets(model.reducer.buckets)
-
-
-def poison_buckets(buckets):
-    for bucket in buckets:
+    for bucket in model.reducer.buckets:
         for view in bucket.parts.buffer.table.views:
             view.fill_(float("nan"))
 
@@ -216,61 +200,6 @@ def test_poisoned_buffers_leave_no_trace(make, set_to_none, monkeypatch):
             model.zero_grad(set_to_none=False)  # views of the buffers are zeroed, and all that is private is poisoned
         backward(model, step)
         assert_gradients(model, alone(step), make)
-
-
-@every_make
-def test_what_was_accumulated_outlives_the_buckets_of_the_first_plan(make, monkeypatch):
-    """The plan changes after the first synchronised backward, whose gradients are accumulated on."""
-    model = wrapped(make, monkeypatch)
-    backward(model, 0)
-    with model.no_sync():
-        backward(model, 1)
-    if make != "accumulating":  # else the gradients are there
-        poison_buckets(bucket for bucket in model.reducer.buckets if not holds_gradients(bucket))
-    backward(model, 2)
-    # Each average is averaged again with what was added to it.
-    (a, b, c) = (alone(step) for step in range(3))
-    expected = [(x.to_dense() / 2 + y.to_dense() + z.to_dense()) for x, y, z in zip(a, b, c, strict=True)]
-    assert_gradients(model, expected, make)
-
-
-def holds_gradients(bucket):
-    """Whether some `.grad` lies in its buffer, which may be that of a bucket of the first plan."""
-    grads = [param.grad for param in bucket.params if param.grad is not None and not param.grad.is_sparse]
-    return any(lies_in(grad, [bucket]) for grad in grads)
-
-
-def lies_in(grad, buckets):
-    """Whether a gradient lies in the buffer of one of these buckets."""
-    ranges = [bucket.parts.buffer.table.storage_range for bucket in buckets]
-    return any(low <= grad.data_ptr() < high for low, high in ranges)
-
-
-class Mixed(nn.Module):
-    """Becomes ready in another order than that of its registration."""
-
-    def __init__(self):
-        super().__init__()
-        self.last, self.first = nn.Linear(4, 2), nn.Linear(3, 4)
-
-    def forward(self, x):
-        return self.last(self.first(x))
-
-
-def test_a_view_of_a_buffer_of_the_first_plan_keeps_its_values_where_the_plan_has_changed():
-    model = dpfuse.DataParallel(Mixed(), None, 4e-5, 4e-5)
-    planned = [bucket.params for bucket in model.bucket_plan.buckets]
-    model(torch.ones(2, 3)).sum().backward()
-    kept = [index for index, param in enumerate(model.parameters()) if not lies_in(param.grad, model.reducer.buckets)]
-    rebuilt = [bucket.params for bucket in model.bucket_plan.buckets]
-    same = {index for bucket in rebuilt if bucket in planned for index in bucket}
-    assert 0 < len(kept) == 4 - len(same), "a bucket that is still the same has kept its buffer"
-    views = [param.grad for param in model.parameters()]
-    values = [grad.clone() for grad in views]
-    for step in range(2):
-        model.zero_grad()
-        model(torch.full((2, 3), 3.0 + step)).sum().backward()
-        assert all(torch.equal(views[index], values[index]) for index in kept)
 
 
 class Done(dist.Work):
@@ -314,32 +243,6 @@ def landed(bucket):
     return report.read(Outcome(), wait=True, gather=False), report.used_somewhere([0, 1])
 
 
-def test_a_bucket_delivers_the_mean_and_tells_that_all_is_well(group):
-    params = two_params()
-    (bucket,) = one_bucket(group, params, scale=0.5, make_report=make_report)
-    outcome = Outcome()
-    bucket.send(outcome, complete=True)
-    bucket.wait()
-    assert landed(bucket) == (ALL_WELL, {0, 1})
-    bucket.deliver()
-    assert [param.grad.tolist() for param in params] == [[0.5] * 3, [1.0] * 5]
-    assert outcome == Outcome()
-
-
-@pytest.mark.parametrize("views", [True, False])
-def test_an_empty_bucket_sends_zeros_and_touches_no_gradient(group, views):
-    params = two_params()
-    (bucket,) = one_bucket(group, params, views=views, make_report=make_report)
-    send_and_deliver(bucket)
-    bucket.send_empty(Outcome(failed=True))
-    bucket.wait()
-    assert bucket._sent is not bucket.parts.buffer.flat
-    assert bucket._sent[: bucket.plan.numel].eq(0).all()
-    assert landed(bucket) == (Reading(any_failed=True, any_well=False, rank=0), {0, 1})
-    bucket.discard()
-    assert [param.grad.tolist() for param in params] == [[1.0] * 3, [2.0] * 5]
-
-
 @pytest.mark.parametrize("kind", ["views", "private", "copied"])
 @pytest.mark.parametrize("waits", [True, False])
 def test_what_is_discarded_leaves_no_gradient_in_an_unfinished_sum(group, kind, waits, monkeypatch):
@@ -354,57 +257,6 @@ def test_what_is_discarded_leaves_no_gradient_in_an_unfinished_sum(group, kind, 
     expected = [[1.0] * 3, [2.0] * 5] if kind == "copied" else [[0.0] * 3, [0.0] * 5]
     assert [param.grad.tolist() for param in params] == expected
     assert landed(bucket) == (ALL_WELL, {0, 1}), "the report is still to be read"
-
-
-@pytest.mark.parametrize("views", [True, False])
-def test_a_missing_gradient_sends_zeros_and_gets_the_mean_unless_no_rank_has_used_it(group, views):
-    for untouched, expected in ((set(), [0.0] * 5), ({1}, None)):
-        params = two_params()
-        params[1].grad = None
-        (bucket,) = one_bucket(group, params, views=views, make_report=make_report)
-        outcome = Outcome()
-        bucket.send(outcome, complete=False)
-        assert (outcome.missing, bucket.missing) == ((1,), [1])
-        bucket.wait()
-        assert landed(bucket) == (ALL_WELL, {0})
-        bucket.deliver(untouched)
-        assert params[0].grad.tolist() == [1.0] * 3
-        assert (params[1].grad is None) if expected is None else (params[1].grad.tolist() == expected)
-
-
-@pytest.mark.parametrize("views", [True, False])
-@pytest.mark.parametrize("left", [True, False], ids=["a gradient is left", "no gradient"])
-def test_a_frozen_parameter_sends_zeros_and_keeps_what_it_has(group, views, left):
-    params = two_params()
-    kept = params[1].grad = torch.full((5,), 7.0) if left else None
-    (bucket,) = one_bucket(group, params, views=views, make_report=make_report)
-    outcome = Outcome(frozen=frozenset([1]))
-    bucket.send(outcome, complete=True)
-    assert (outcome.missing, bucket.missing) == ((), [])
-    bucket.wait()
-    assert bucket.parts.buffer.gradients.views[1].eq(0).all()
-    bucket.deliver()
-    assert params[0].grad.tolist() == [1.0] * 3
-    assert params[1].grad is kept
-    assert kept is None or kept.eq(7).all()
-
-
-@pytest.mark.parametrize("views", [True, False])
-def test_a_gradient_that_does_not_fit_sends_zeros_and_tells_the_peers(group, views):
-    params = two_params()
-    params[1].data = torch.ones(4)
-    params[1].grad = torch.ones(4)
-    (bucket,) = one_bucket(group, two_params(), views=views, make_report=make_report)
-    bucket.bind(params)
-    outcome = Outcome()
-    bucket.send(outcome, complete=True)
-    assert isinstance(bucket.error, ValueError)
-    assert outcome.error is bucket.error
-    bucket.wait()
-    assert bucket.parts.buffer.gradients.flat.eq(0).all() or not views
-    assert landed(bucket)[0] == Reading(any_failed=True, any_well=False, rank=0)
-    bucket.discard()
-    assert params[0].grad.tolist() == [1.0] * 3, "no view was handed out"
 
 
 class FailsOnce(AllReduce):
@@ -520,39 +372,6 @@ def test_a_step_that_fails_sends_zeros_and_tells_the_peers(group, fails):
     bucket.discard()
     assert [entry[0] for entry in log] == ["before", "after"][: 1 + (fails == "after")]
     assert params[0].grad.tolist() == [1.0] * 3
-
-
-class NotedWatcher(Watcher):
-    """Notes what watchers are told."""
-
-    def __init__(self):
-        self.log = []
-
-    def bucket_sent(self, tensors, work, *, is_last):
-        self.log.append(("sent", len(tensors), is_last))
-
-    def bucket_waited_for(self, flat):
-        self.log.append(("wait begins", flat.numel()))
-
-    def bucket_landed(self):
-        self.log.append(("wait ends",))
-
-
-@pytest.mark.parametrize("empty", [True, False])
-def test_watchers_are_told_how_a_bucket_travels(group, empty):
-    watcher = NotedWatcher()
-    params = two_params()
-    plan = plan_buckets([ParamSpec(f"p{i}", tuple(param.shape), "float32") for i, param in enumerate(params)], 0, 0)
-    events = Events()
-    first, last = Assembly(group, surroundings(events), make_report=make_report).make(plan, params)
-    events.add(watcher)  # at any time
-    for bucket in (first, last):
-        MOVES["send_empty" if empty else "send"](bucket)
-    for bucket in (first, last):
-        bucket.wait()
-    sizes = [bucket.parts.buffer.flat.numel() for bucket in (first, last)]
-    waits = [entry for size in sizes for entry in (("wait begins", size), ("wait ends",))]
-    assert watcher.log == [("sent", 1, False), ("sent", 1, True), *waits]
 
 
 def test_other_factors_hold_from_the_next_send_on_and_never_change_what_travels(group):

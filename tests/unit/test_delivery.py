@@ -76,26 +76,6 @@ def test_views_are_handed_out_when_the_bucket_is_sent_and_the_missing_ones_at_th
     assert all(is_view(param, buffer) for param in params)
 
 
-def test_a_view_has_the_shape_and_the_strides_of_its_parameter():
-    params = make_params((2, 3), (2, 3, 4, 4))
-    params[1].data = params[1].data.to(memory_format=torch.channels_last)
-    _, delivery = views_of(params)
-    delivery.hand_out_early(set())
-    for param in params:
-        assert (param.grad.shape, param.grad.stride()) == (param.shape, param.stride())
-
-
-@pytest.mark.parametrize("early", [True, False])
-def test_a_gradient_that_no_rank_has_used_is_left_as_it_is(early):
-    params = make_params(3, 5)
-    params[1].grad = None
-    _, delivery = views_of(params)
-    if early:
-        delivery.hand_out_early({1})
-    assert not delivery.deliver({1}, {1})
-    assert values(params) == [1, None]
-
-
 def test_views_are_handed_out_at_the_end_where_another_hook_still_reads_the_gradients():
     params = make_params(3, 5)
     handles = [params[0].register_post_accumulate_grad_hook(lambda param: None) for _ in range(3)]
@@ -111,35 +91,6 @@ def test_views_are_handed_out_at_the_end_where_another_hook_still_reads_the_grad
     assert delivery.handed_out, "hooks come and go"
 
 
-def test_a_view_that_was_moved_is_made_again():
-    params = make_params(3, 5)
-    buffer, delivery = views_of(params)
-    delivery.hand_out_early(set())
-    params[0].grad.data = torch.full((3,), 9.0)
-    assert delivery.deliver(set(), set())
-    delivery.hand_out_early(set())
-    assert values(params) == [1, 2]
-    assert all(is_view(param, buffer) for param in params)
-
-
-def test_discarded_views_become_zeros_and_the_report_stays():
-    params = make_params(3, 5)
-    buffer, delivery = views_of(params, room=4)
-    delivery.hand_out_early(set())
-    delivery.discard()
-    assert values(params) == [0, 0]
-    assert buffer.report.eq(5).all()
-
-
-def test_complex_views_share_the_memory_of_pairs():
-    params = make_params(3, dtype=torch.complex64)
-    buffer, delivery = views_of(params)
-    delivery.hand_out_early(set())
-    buffer.flat.zero_()
-    buffer.flat[1] = 2.0
-    assert params[0].grad.tolist() == [2j, 0, 0]
-
-
 # --- Private gradients ---
 
 
@@ -151,46 +102,6 @@ def test_private_gradients_are_copied_to_where_they_are(wire):
     assert delivery.deliver(set(), set())
     assert values(params) == [0.5, 1.0]
     assert all(param.grad is grad for param, grad in zip(params, kept, strict=True))
-
-
-def test_a_private_gradient_that_is_missing_is_made_unless_no_rank_has_used_it():
-    params = make_params(3, (2, 3, 4, 4), 7)
-    params[1].data = params[1].data.to(memory_format=torch.channels_last)
-    params[1].grad = params[2].grad = None
-    assert not Private(buffer_of(params), 1.0).deliver({1, 2}, {2})
-    assert values(params) == [1, 2, None]
-    assert params[1].grad.stride() == params[1].stride()
-
-
-def test_an_untouched_private_gradient_keeps_what_it_has():
-    params = make_params(3, 5)
-    assert not Private(buffer_of(params), 1.0).deliver({1}, {1})
-    assert values(params) == [1, 9]
-
-
-def test_a_gradient_that_can_be_read_but_not_written_is_replaced():
-    params = make_params(4, 5)
-    params[0].grad = torch.zeros(1).expand(4)
-    assert Private(buffer_of(params), 1.0).deliver(set(), set())
-    assert values(params) == [1, 2]
-    assert params[0].grad.stride() == (1,)
-
-
-def test_a_complex_gradient_that_is_conjugated_lazily_is_replaced():
-    params = make_params(2, 2, dtype=torch.complex64)
-    params[0].grad = torch.zeros(2, dtype=torch.complex64).conj()
-    kept = params[1].grad
-    Private(buffer_of(params), 1.0).deliver(set(), set())
-    assert not params[0].grad.is_conj()
-    assert params[1].grad is kept
-    assert values(params) == [1, 2]
-
-
-def test_a_gradient_with_a_graph_is_written_without_one():
-    params = make_params(3)
-    params[0].grad = params[0].new_ones(3, requires_grad=True) * 2
-    Private(buffer_of(params), 1.0).deliver(set(), set())
-    assert values(params) == [1]
 
 
 # --- Private gradients that are copied early ---

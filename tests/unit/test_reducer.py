@@ -462,6 +462,22 @@ def test_a_warning_that_is_an_error_comes_when_all_is_delivered():
 # --- Errors, and backwards that die ---
 
 
+def test_a_backward_that_dies_after_the_gradients_were_averaged_declines_the_vote():
+    bench = Bench()
+
+    def interrupted(order, marks, hidden):
+        raise KeyboardInterrupt
+
+    object.__setattr__(bench.reducer._wiring, "rebuild", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        bench.backward()
+    assert bench.reducer.phase is Phase.ABANDONED
+    bench.log.clear()
+    with pytest.raises(DPFuseError, match="interrupted by an exception on rank 0 of 2 only"):
+        bench.reducer.drain()
+    assert bench.log == [("decline",)]
+
+
 def test_an_error_of_the_rebuild_is_raised_once_the_reducer_is_ready_again():
     bench = Bench()
     bench.refuse_rebuild = DPFuseError("no memory for them")

@@ -115,15 +115,14 @@ rank_states = st.fixed_dictionaries(
         "size": st.integers(0, 63),
         "elsewhere": st.sampled_from([False, False, True]),
         "asks": st.sampled_from([False, False, True]),
-        "failed": st.sampled_from([False, False, False, True]),
+        "goes_wrong": st.sampled_from([{}, {}, {}, {"failed": True}, {"late": [1]}, {"error": ValueError("planted")}]),
         "changed": st.sampled_from([False, False, False, True]),
         "frozen": st.sampled_from([(), (), (0,), (1, 2)]),
     }
 )
 
 
-@pytest.mark.slow
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     every=st.lists(rank_states, min_size=2, max_size=6),
     same=st.booleans(),
@@ -140,9 +139,9 @@ def test_all_ranks_read_what_each_has_told(every, same, dtype, scale):
         make_report(rank, len(every), one, elsewhere=one["elsewhere"], asks=one["asks"])
         for rank, one in enumerate(every)
     ]
-    outcomes = [outcome(**{name: one[name] for name in ("failed", "changed", "frozen")}) for one in every]
+    outcomes = [outcome(changed=one["changed"], frozen=one["frozen"], **one["goes_wrong"]) for one in every]
     sum_over_ranks(reports, outcomes, dtype, scale)
-    failed = {rank for rank, one in enumerate(every) if one["failed"]}
+    failed = {rank for rank, one in enumerate(every) if one["goes_wrong"]}
     changed = {rank for rank, one in enumerate(every) if one["changed"]}
     numbered = failed | changed
     expected = Reading(
@@ -189,26 +188,6 @@ def test_a_field_is_compared_modulo_its_bits():
     assert readings([outcome(), outcome()], [{"color": 1}, {"color": 8}])[0].differing == ("color",)
 
 
-def test_ranks_without_inputs_are_compared_with_no_rank():
-    reports = [make_report(0, 3, {"size": 5}), make_report(1, 3, {}, elsewhere=True), make_report(2, 3, {"size": 5})]
-    outcomes = [outcome(frozen=[1]), outcome(), outcome(frozen=[1])]
-    sum_over_ranks(reports, outcomes)
-    assert [report.read(own, wait=True, gather=False) for report, own in zip(reports, outcomes, strict=True)] == [
-        ALL_WELL
-    ] * 3
-
-
-def test_a_rank_without_inputs_has_not_changed_its_model():
-    """Else the ranks with inputs would agree on their change without it, and wait for it."""
-    reports = [make_report(0), make_report(1, elsewhere=True)]
-    outcomes = [outcome(changed=True), outcome()]
-    sum_over_ranks(reports, outcomes)
-    assert reports[1].wrong()
-    assert [report.read(own, wait=True, gather=False) for report, own in zip(reports, outcomes, strict=True)] == [
-        Reading(any_changed=True, rank=0)
-    ] * 2
-
-
 def test_one_rank_is_named_and_several_are_not():
     size = 60000
     for failed, named in (([40001], [40001]), ([0], [0]), ([3, 40001], []), ([1, 2, 3], [])):
@@ -220,16 +199,6 @@ def test_one_rank_is_named_and_several_are_not():
         report.landed(total)
         reading = report.read(outcome(), wait=True, gather=False)
         assert (reading.any_failed, reading.failed(), reading.changed()) == (True, named, [])
-
-
-@pytest.mark.parametrize("what", [{"failed": True}, {"late": [1]}, {"error": ValueError("planted")}])
-def test_whatever_went_wrong_on_a_rank_is_a_failure(what):
-    assert readings([outcome(**what), outcome()]) == [Reading(any_failed=True, rank=0)] * 2
-
-
-def test_where_all_ranks_failed_or_changed_that_is_known():
-    assert readings([outcome(failed=True)] * 2)[0] == Reading(any_failed=True, any_well=False)
-    assert readings([outcome(changed=True)] * 2)[0] == Reading(any_changed=True, any_unchanged=False)
 
 
 def test_no_set_of_frozen_parameters_looks_like_none():
@@ -339,14 +308,6 @@ def test_rows_of_all_ranks_are_gathered_where_something_is_wrong(monkeypatch):
     again = [report.read(own, wait=True, gather=True) for report, own in zip(reports, outcomes, strict=True)]
     assert again == read, "they are gathered once, for every rank reads equally often only once"
     assert len(rows) == 3
-
-
-def test_nothing_is_gathered_where_all_is_well(monkeypatch):
-    monkeypatch.setattr(collective, "all_gather", None)
-    reports = [make_report(rank) for rank in range(2)]
-    for _ in range(3):
-        sum_over_ranks(reports, [outcome(), outcome()])
-        assert [report.read(outcome(), wait=True, gather=True) for report in reports] == [ALL_WELL] * 2
 
 
 def test_a_rank_alone_reads_only_what_it_knows():
