@@ -32,6 +32,19 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.freeze()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where a test is marked `one_in(count)`, leave one in so many of its cases to `make test`; the others are slow.
+
+    Those stay whose places in the crossed tables add up to a multiple of `count`. So where two tables are crossed, each
+    value of both is still in some case, if no table is shorter than `count`.
+    """
+    for item in items:
+        marker = item.get_closest_marker("one_in")
+        if marker is not None and sum(item.callspec.indices.values()) % marker.args[0]:
+            item.add_marker(pytest.mark.slow)
+
+
 def pytest_unconfigure() -> None:
     """Give them back: libraries complain at the end of Python of what is left."""
     gc.unfreeze()

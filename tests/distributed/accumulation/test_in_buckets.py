@@ -116,6 +116,7 @@ def as_torch(rank, size, face, views, zeroed):
                 model.zero_grad(set_to_none=zeroed == "to none")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("zeroed", ["to none", "in place", "never"])
 @pytest.mark.parametrize("views", [True, False])
 @pytest.mark.parametrize("face", FACES)
@@ -147,6 +148,7 @@ def test_gradients_are_released_while_a_local_backward_runs(rank, size):
     assert seen == [True, True, False] * 3
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("views", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.complex64])
 def test_16_bit_gradients_are_rounded_once_and_wider_ones_keep_their_dtype(rank, size, dtype, views):

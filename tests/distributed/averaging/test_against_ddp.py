@@ -157,6 +157,7 @@ NETS = [
 ]  # fmt: skip
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("views", [True, False], ids=["views", "private"])
 @pytest.mark.parametrize(
     "dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)], ids=["fp32", "fp64"]
@@ -175,6 +176,7 @@ def test_accumulation_equals_ddp_bitwise(ranks, net, micros, views):
     ranks(train_beside_ddp, net, torch.float32, "sgd", micros, views)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("set_to_none", [True, False], ids=["none", "zeros"])
 @pytest.mark.parametrize("views", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["views", "private"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

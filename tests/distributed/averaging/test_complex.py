@@ -49,6 +49,7 @@ def assert_bits(one, other):
             assert a.grad.stride() == a.stride() or a.dim() < 2, name
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
 @pytest.mark.parametrize("views", [True, False], ids=["views", "private"])
 @pytest.mark.parametrize("real", [True, False], ids=["mixed", "complex"])

@@ -61,6 +61,7 @@ def _raise(_grad):
     raise KeyError("planted")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("views", [True, False], ids=["views", "private"])
 @pytest.mark.parametrize("face", [dpfuse.DataParallel, dpfuse.DistributedDataParallel])
 @pytest.mark.ranks(size=3)

@@ -141,6 +141,7 @@ def set_by_hand(rank, size, kind, here):
         assert (spare.grad is given) == (kind_here not in REPLACED)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("here", [[0], [0, 1]], ids=["rank 0", "all"])
 def test_gradients_that_were_set_by_hand_are_averaged(ranks, kind, here):
@@ -269,6 +270,7 @@ def interrupted(rank, size, blown, bucket_size):
         right_steps(model, rank, size)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("bucket_size", [1e-9, 25])
 @pytest.mark.parametrize("blown", [[0], [0, 1]], ids=["one", "all"])
 def test_an_interrupted_backward_costs_only_that_step(ranks, blown, bucket_size):

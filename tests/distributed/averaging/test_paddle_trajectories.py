@@ -45,7 +45,7 @@ def check_weights(net, expected, dtype):
         assert_close(getattr(net, name), values, WEIGHTS[dtype], name)
 
 
-@pytest.mark.parametrize(("case", "views"), crossed(3, TRAJECTORIES, {"views": True, "private": False}))
+@pytest.mark.parametrize(("case", "views"), crossed(6, TRAJECTORIES, {"views": True, "private": False}))
 def test_training_follows_paddles_trajectory(rank, size, case, views):
     init = case["init_rank1"] if rank and case["init_differs"] else case["init"]
     net = GoldenNet(case, init)
@@ -126,6 +126,7 @@ def reduce_like_paddle(rank, size, case):
     return results
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("case", REDUCTIONS)
 def test_a_reduction_returns_what_paddles_returns(ranks, case):
     results = ranks(reduce_like_paddle, case, size=case["nranks"])

@@ -161,12 +161,14 @@ def hides_nothing(rank, size, views, sizes):
     return bool(error)
 
 
+@pytest.mark.one_in(2)
 @VIEWS
 @SIZES
 def test_a_parameter_that_fires_twice_hides_none_that_no_rank_used(ranks, views, sizes):
     assert len(set(ranks(hides_nothing, views, sizes))) == 1
 
 
+@pytest.mark.one_in(2)
 @VIEWS
 @SIZES
 def test_a_parameter_that_always_fires_twice_hides_none_that_no_rank_used(rank, size, views, sizes):
@@ -281,6 +283,7 @@ def test_a_frozen_parameter_is_no_unused_one_and_holds_nothing_up(ranks):
     assert ranks(frozen_quietly) == [[], []]
 
 
+@pytest.mark.one_in(2)
 @VIEWS
 @pytest.mark.parametrize("when", [1, 3])
 def test_what_is_left_in_the_grad_of_a_frozen_parameter_is_neither_sent_nor_written(rank, size, views, when):
@@ -419,6 +422,7 @@ def reaching_a_part(rank, size, part, follow, views):
     return len(errors)
 
 
+@pytest.mark.one_in(2)
 @VIEWS
 @pytest.mark.parametrize("follow", ["forward", "optimizer"])
 @pytest.mark.parametrize("part", [r"layers\.0\.weight", r"layers\.0\.bias", r"layers\.[35]\..*", r"layers\.5\.weight"])
@@ -479,6 +483,7 @@ def test_backwards_that_no_forward_announces_are_averaged_outside_of_no_sync_and
 # An order that changes.
 
 
+@pytest.mark.one_in(2)
 @VIEWS
 @pytest.mark.parametrize("alike", [True, False], ids=["the same everywhere", "another on each rank"])
 def test_gradients_are_those_of_ddp_whatever_the_order_of_each_step(rank, size, views, alike):
@@ -576,6 +581,7 @@ def test_a_parameter_without_any_gradient_that_is_frozen_stays_without(rank, siz
     assert second.bias.grad is None
 
 
+@pytest.mark.one_in(2)
 @VIEWS
 def test_a_penalty_with_a_backward_of_its_own_is_averaged_as_its_error_says(rank, size, views):
     """After the backward of the loss it is averaged or named; in the loss, and before it in no_sync(), averaged."""

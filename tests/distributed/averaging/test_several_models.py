@@ -112,6 +112,7 @@ CASES = {"first": ["a"], "middle": ["b"], "last": ["c"], "two": ["ab"], "changin
 SLOW = [pytest.param(case, marks=pytest.mark.slow) for case in ("middle", "last", "two")]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("outer", [True, False], ids=["outer", "inner"])
 @pytest.mark.parametrize("case", ["first", *SLOW, "changing"])
 @pytest.mark.parametrize("flag", [True, False], ids=["flag", "no flag"])

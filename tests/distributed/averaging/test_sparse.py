@@ -54,6 +54,7 @@ def test_sparse_training_gives_the_bits_of_ddp(rank, size):
             optimizer.zero_grad()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize(
     "options",

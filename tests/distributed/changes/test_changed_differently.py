@@ -61,6 +61,7 @@ def changed_here_only(rank, size, change, face, options):
             break
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("change", PLACES)
 @pytest.mark.parametrize("face", FACES)
 def test_a_change_on_one_rank_is_an_error_on_all_and_goes_once_all_have_it(ranks, change, face):
@@ -86,6 +87,7 @@ def spoil(param):
     param.grad = param.grad.to_sparse()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_a_change_and_a_failure_stay_apart_in_every_dtype_and_at_every_scale(rank, size, dtype, options):

@@ -184,12 +184,14 @@ def changed_in_a_window(rank, size, change, views):
         pair.step()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("views", [True, False], ids=["views", "private"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_nothing_that_was_accumulated_gets_lost(ranks, change, views):
     ranks(changed_in_a_window, change, views)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("views", [True, False], ids=["views", "private"])
 @pytest.mark.parametrize("change", [add_layer, replace_parameter, unfreeze, convert])
 def test_nothing_that_was_accumulated_in_views_gets_lost(rank, size, change, views):
@@ -224,6 +226,7 @@ def test_one_rank_follows(ranks, change):
     ranks(followed, change, True, "paddle", size=1)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("views", [True, False], ids=["views", "private"])
 @pytest.mark.parametrize(
     "change", [replace_parameter, replace_layer, add_layer, unfreeze, assign, shuffle_and_unfreeze]

@@ -74,6 +74,7 @@ def convert(grad):
     grad.data = grad.data.double()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("which", ["small.1.0", "square"])
 @pytest.mark.parametrize("ranks_that_change", [(0, 1), (1,)], ids=str)
 @pytest.mark.parametrize("large", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["small", "large"])

@@ -154,6 +154,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("face", FACES)
 @pytest.mark.parametrize("options", OPTIONS)
 def test_models_that_take_turns_are_not_planned_in_each_turn(rank, size, face, options):
