@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,11 +59,42 @@ def loss_of(outputs: Tensor) -> Tensor:
     return outputs.square().mean()
 
 
-def train(model: Any, optimizer: Optimizer, rank: int, steps: int = STEPS) -> None:
-    for inputs in batches(rank, steps):
-        loss_of(model(inputs)).backward()
+def sgd(model: nn.Module, **options: Any) -> SGD:
+    return SGD(model.parameters(), lr=0.05, **options)
+
+
+def nothing(*_: Any) -> None:
+    """What most programs do beside a step."""
+
+
+def train(
+    model: Any,
+    optimizer: Optimizer,
+    rank: int,
+    steps: int = STEPS,
+    *,
+    prepare: Callable[[Tensor], Any] = lambda inputs: inputs,
+    before: Callable[[], object] = nothing,
+    after: Callable[[int, Tensor], object] = nothing,
+) -> None:
+    """Train on the `prepare`d inputs. `before` is called before each step of the optimizer, and `after` after it."""
+    for step, inputs in enumerate(batches(rank, steps)):
+        loss_of(model(prepare(inputs))).backward()
+        before()
         optimizer.step()
         optimizer.zero_grad()
+        after(step, inputs)
+
+
+def train_in_windows(model: Any, optimizer: Optimizer, inputs: Iterable[Tensor], length: int = 2) -> None:
+    """Accumulate over so many batches, of which the last one synchronises."""
+    for index, batch in enumerate(inputs):
+        is_last = index % length == length - 1
+        with model.no_sync(enabled=not is_last):
+            loss_of(model(batch)).backward()
+        if is_last:
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 def average(params: Iterable[Tensor], size: int) -> None:
@@ -73,33 +104,11 @@ def average(params: Iterable[Tensor], size: int) -> None:
 
 
 @right
-def stochastic_gradient_descent(rank: int, size: int) -> None:
-    model = dpfuse.DataParallel(network())
-    train(model, SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True), rank)
-
-
-@right
-def adam_with_amsgrad_and_foreach(rank: int, size: int) -> None:
-    model = dpfuse.DataParallel(network())
-    train(model, Adam(model.parameters(), amsgrad=True, foreach=True), rank)
-
-
-@right
-def fused_adamw(rank: int, size: int) -> None:
-    model = dpfuse.DistributedDataParallel(network())
-    train(model, AdamW(model.parameters(), fused=True), rank)
-
-
-@right
 def private_gradients_and_a_schedule(rank: int, size: int) -> None:
     model = dpfuse.DataParallel(network(), gradient_as_bucket_view=False)
     optimizer = RMSprop(model.parameters(), lr=0.01)
     schedule = CosineAnnealingLR(optimizer, STEPS)
-    for inputs in batches(rank):
-        loss_of(model(inputs)).backward()
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
+    train(model, optimizer, rank, after=lambda *_: schedule.step())
 
 
 @right
@@ -121,8 +130,8 @@ def l_bfgs(rank: int, size: int) -> None:
 
 @right
 def batch_normalization_with_statistics_of_each_rank(rank: int, size: int) -> None:
-    model = dpfuse.DataParallel(nn.Sequential(network()[0], nn.BatchNorm1d(16), network()[2]))
-    train(model, SGD(model.parameters(), lr=0.05), rank)
+    model = dpfuse.DataParallel(with_batch_normalization())
+    train(model, sgd(model), rank)
     mean = model.module[1].running_mean
     first = mean.clone()
     dist.broadcast(first, 0)
@@ -130,15 +139,9 @@ def batch_normalization_with_statistics_of_each_rank(rank: int, size: int) -> No
 
 
 @right
-def batch_normalization_with_statistics_of_rank_0(rank: int, size: int) -> None:
-    model = dpfuse.DistributedDataParallel(nn.Sequential(network()[0], nn.BatchNorm1d(16), network()[2]))
-    train(model, SGD(model.parameters(), lr=0.05), rank)
-
-
-@right
 def sharpness_aware_minimisation_on_each_rank(rank: int, size: int) -> None:
     model = dpfuse.DataParallel(network())
-    optimizer = SGD(model.parameters(), lr=0.05)
+    optimizer = sgd(model)
     for inputs in batches(rank):
         with model.no_sync():
             loss_of(model(inputs)).backward()
@@ -159,7 +162,7 @@ def sharpness_aware_minimisation_on_each_rank(rank: int, size: int) -> None:
 @right
 def sharpness_aware_minimisation_that_restores_copies(rank: int, size: int) -> None:
     model = dpfuse.DataParallel(network())
-    optimizer = SGD(model.parameters(), lr=0.05)
+    optimizer = sgd(model)
     for inputs in batches(rank):
         kept = [param.detach().clone() for param in model.parameters()]
         with torch.no_grad():
@@ -232,7 +235,7 @@ def gradients_of_an_inner_loop_put_into_grad(rank: int, size: int) -> None:
 def weights_that_are_averaged_behind_each_step_on_an_average(rank: int, size: int) -> None:
     """The steps in between are local, so weights are equal when the first of them begins, and at no average."""
     model = dpfuse.DataParallel(network())
-    optimizer = SGD(model.parameters(), lr=0.05)
+    optimizer = sgd(model)
     for step, inputs in enumerate(batches(rank, 3 * STEPS)):
         with model.no_sync(enabled=step % 3 != 2):
             loss_of(model(inputs)).backward()
@@ -272,11 +275,9 @@ def two_optimizers_of_one_model(rank: int, size: int) -> None:
 @right
 def a_moving_average_that_is_evaluated(rank: int, size: int) -> None:
     model = dpfuse.DataParallel(network())
-    optimizer, average_of = SGD(model.parameters(), lr=0.05), AveragedModel(model.module)
-    for step, inputs in enumerate(batches(rank)):
-        loss_of(model(inputs)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    average_of = AveragedModel(model.module)
+
+    def look(step: int, inputs: Tensor) -> None:
         average_of.update_parameters(model.module)
         if rank == 0 and step % 20 == 0:  # only one rank looks at the average, in the model's own memory
             kept = copy.deepcopy(model.module.state_dict())
@@ -285,11 +286,13 @@ def a_moving_average_that_is_evaluated(rank: int, size: int) -> None:
                 model.module(inputs)
             model.module.load_state_dict(kept)
 
+    train(model, sgd(model), rank, after=look)
+
 
 @right
 def local_steps_that_are_averaged(rank: int, size: int) -> None:
     model = dpfuse.DataParallel(network())
-    optimizer = SGD(model.parameters(), lr=0.05)
+    optimizer = sgd(model)
     for step, inputs in enumerate(batches(rank, 2 * STEPS)):
         with model.no_sync(enabled=step % 4 != 0):
             loss_of(model(inputs)).backward()
@@ -304,7 +307,7 @@ def torchs_periodic_averager(rank: int, size: int) -> None:
     model = dpfuse.DistributedDataParallel(network())
     optimizer, averager = SGD(model.parameters(), lr=0.05), PeriodicModelAverager(period=4, warmup_steps=20)
     for step, inputs in enumerate(batches(rank)):
-        with model.no_sync() if step >= 20 else _nothing():
+        with model.no_sync(enabled=step >= 20):
             loss_of(model(inputs)).backward()
         optimizer.step()
         averager.average_parameters(model.parameters())
@@ -315,24 +318,19 @@ def torchs_periodic_averager(rank: int, size: int) -> None:
 def weights_that_are_averaged_behind_each_step(rank: int, size: int) -> None:
     model = dpfuse.DataParallel(network(), check_training="log")  # which names rates that differ
     optimizer = SGD(model.parameters(), lr=0.05 * (rank + 1))  # each rank explores at its own rate
-    for inputs in batches(rank):
-        loss_of(model(inputs)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        average_parameters(model.parameters(), dist.group.WORLD)
+    train(model, optimizer, rank, after=lambda *_: average_parameters(model.parameters(), dist.group.WORLD))
 
 
 @right
 def noise_of_each_rank_without_the_check(rank: int, size: int) -> None:
     model = dpfuse.DataParallel(network(), check_training="off")
-    optimizer = SGD(model.parameters(), lr=0.05)
-    for inputs in batches(rank):
-        loss_of(model(inputs)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        with torch.no_grad():
-            for param in model.parameters():
-                param.add_(torch.randn_like(param) * 1e-3 * (rank + 1))
+
+    @torch.no_grad()
+    def add_noise(*_: Any) -> None:
+        for param in model.parameters():
+            param.add_(torch.randn_like(param) * 1e-3 * (rank + 1))
+
+    train(model, sgd(model), rank, after=add_noise)
 
 
 @right
@@ -354,13 +352,13 @@ def parameters_to_ignore(rank: int, size: int) -> None:
     module = network()
     dpfuse.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["4.weight", "4.bias"])
     model = dpfuse.DistributedDataParallel(module)
-    train(model, SGD(model.parameters(), lr=0.05), rank)
+    train(model, sgd(model), rank)
 
 
 @right
 def uneven_inputs_with_join(rank: int, size: int) -> None:
     model = dpfuse.DistributedDataParallel(network())
-    optimizer = SGD(model.parameters(), lr=0.05)
+    optimizer = sgd(model)
     for _ in range(3):
         with model.join():
             train(model, optimizer, rank, 30 + 5 * rank)
@@ -369,7 +367,7 @@ def uneven_inputs_with_join(rank: int, size: int) -> None:
 @right
 def epochs_of_uneven_length_with_a_join_for_each(rank: int, size: int) -> None:
     model = dpfuse.DistributedDataParallel(deep_network())
-    optimizer = SGD(model.parameters(), lr=0.05)
+    optimizer = sgd(model)
     for _ in range(6):
         with model.join():
             train(model, optimizer, rank, 20 + 5 * rank)
@@ -379,25 +377,20 @@ def epochs_of_uneven_length_with_a_join_for_each(rank: int, size: int) -> None:
 @right
 def windows_of_uneven_epochs_with_join(rank: int, size: int) -> None:
     model = dpfuse.DistributedDataParallel(deep_network())
-    optimizer = SGD(model.parameters(), lr=0.05)
+    optimizer = sgd(model)
     for epoch in range(5):
         with model.join():
-            for index, inputs in enumerate(batches(rank, 24 + 4 * ((rank + epoch) % size))):
-                with model.no_sync(enabled=index % 2 == 0):
-                    loss_of(model(inputs)).backward()
-                if index % 2:
-                    optimizer.step()
-                    optimizer.zero_grad()
+            train_in_windows(model, optimizer, batches(rank, 24 + 4 * ((rank + epoch) % size)))
     assert not model._sync.weights.off
 
 
 @right
 def a_deep_copy_that_is_trained_too(rank: int, size: int) -> None:
     model = dpfuse.DataParallel(network())
-    train(model, SGD(model.parameters(), lr=0.05), rank, 40)
+    train(model, sgd(model), rank, 40)
     other = copy.deepcopy(model)
     train(other, Adam(other.parameters()), rank)
-    train(model, SGD(model.parameters(), lr=0.05), rank)
+    train(model, sgd(model), rank)
 
 
 @right
@@ -412,7 +405,7 @@ def states_that_all_ranks_load(rank: int, size: int) -> None:
 @right
 def accumulation_with_and_without_no_sync(rank: int, size: int) -> None:
     model = dpfuse.DataParallel(network())
-    optimizer = SGD(model.parameters(), lr=0.05)
+    optimizer = sgd(model)
     for step, inputs in enumerate(batches(rank, 2 * STEPS)):
         with model.no_sync(enabled=step % 2 == 0 and step < STEPS):
             loss_of(model(inputs)).backward()
@@ -424,30 +417,16 @@ def accumulation_with_and_without_no_sync(rank: int, size: int) -> None:
 @right
 def accumulation_in_the_buckets(rank: int, size: int) -> None:
     model = dpfuse.DataParallel(network(), accumulate_in_buckets=True)
-    optimizer = SGD(model.parameters(), lr=0.05)
-    for step, inputs in enumerate(batches(rank)):
-        with model.no_sync(enabled=step % 2 == 0):
-            loss_of(model(inputs)).backward()
-        if step % 2:
-            optimizer.step()
-            optimizer.zero_grad()
+    train_in_windows(model, sgd(model), batches(rank))
 
 
 @right
 def layers_that_freeze_and_thaw(rank: int, size: int) -> None:
     model = dpfuse.DataParallel(network())
-    optimizer = SGD(model.parameters(), lr=0.05)
+    optimizer = sgd(model)
     for frozen in (True, False, True, False):
         model.module[2].requires_grad_(not frozen)
         train(model, optimizer, rank, 40)
-
-
-@right
-def shared_parameters(rank: int, size: int) -> None:
-    module = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 2))
-    module[2].weight = module[0].weight
-    model = dpfuse.DataParallel(module)
-    train(model, Adam(model.parameters()), rank)
 
 
 @right
@@ -471,51 +450,13 @@ def a_compiled_model(rank: int, size: int) -> None:
 @right
 def sixteen_bits(rank: int, size: int) -> None:
     model = dpfuse.DataParallel(network(dtype=torch.bfloat16))
-    optimizer = SGD(model.parameters(), lr=0.05)
-    for inputs in batches(rank):
-        loss_of(model(inputs.bfloat16())).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    train(model, sgd(model), rank, prepare=Tensor.bfloat16)
 
 
 @right
 def float64_and_complex_numbers(rank: int, size: int) -> None:
-    model = dpfuse.DataParallel(nn.Sequential(nn.Linear(6, 4, dtype=torch.complex64)))
-    optimizer = SGD(model.parameters(), lr=0.05)
-    for inputs in batches(rank):
-        model(inputs.to(torch.complex64)).abs().square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-@right
-def a_sharded_optimizer(rank: int, size: int) -> None:
-    model = dpfuse.DataParallel(network())
-    train(model, dpfuse.ShardedOptimizer(model, torch.optim.AdamW, lr=0.01), rank)
-
-
-@right
-def a_sharded_optimizer_that_gathers_in_the_forward(rank: int, size: int) -> None:
-    model = dpfuse.DataParallel(network())
-    train(model, dpfuse.ShardedOptimizer(model, torch.optim.AdamW, lr=0.01, gather="forward"), rank)
-
-
-@right
-def a_step_in_backward(rank: int, size: int) -> None:
-    model = dpfuse.DataParallel(network())
-    train(model, dpfuse.ShardedOptimizer(model, torch.optim.AdamW, lr=0.01, step_in_backward=True), rank)
-
-
-@right
-def owners_of_whole_tensors(rank: int, size: int) -> None:
-    model = dpfuse.DataParallel(nn.Sequential(*[nn.Linear(6, 6, bias=False) for _ in range(3)]))
-    train(model, dpfuse.ShardedOptimizer(model, torch.optim.Muon, lr=0.01), rank)
-
-
-@right
-def torchs_zero_redundancy_optimizer(rank: int, size: int) -> None:
-    model = dpfuse.DistributedDataParallel(network(), gradient_as_bucket_view=True)
-    train(model, ZeroRedundancyOptimizer(model.parameters(), optimizer_class=Adam, lr=0.01), rank)
+    model = dpfuse.DataParallel(nn.Sequential(nn.Linear(6, 4, dtype=torch.complex64), Modulus()))
+    train(model, sgd(model), rank, prepare=lambda inputs: inputs.to(torch.complex64))
 
 
 @right
@@ -534,7 +475,7 @@ def owners_that_send_their_weights_behind_the_step(rank: int, size: int) -> None
 @right
 def one_rank_that_steps_and_sends(rank: int, size: int) -> None:
     model = dpfuse.DataParallel(network())
-    optimizer = SGD(model.parameters(), lr=0.05)
+    optimizer = sgd(model)
     for inputs in batches(rank):
         loss_of(model(inputs)).backward()
         if rank == 0:
@@ -559,52 +500,41 @@ def a_loss_scale_that_skips_steps(rank: int, size: int) -> None:
 @right
 def clipping_on_all_ranks(rank: int, size: int) -> None:
     model = dpfuse.DataParallel(network())
-    optimizer = SGD(model.parameters(), lr=0.05)
-    for inputs in batches(rank):
-        loss_of(model(inputs)).backward()
-        model.clip_grad_norm_(0.1)
-        optimizer.step()
-        optimizer.zero_grad()
+    train(model, sgd(model), rank, before=lambda: model.clip_grad_norm_(0.1))
 
 
 @right
 def data_that_are_replaced_on_all_ranks(rank: int, size: int) -> None:
     model = dpfuse.DataParallel(network())
-    optimizer = SGD(model.parameters(), lr=0.05)
-    for step, inputs in enumerate(batches(rank)):
-        loss_of(model(inputs)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+
+    def replace(step: int, _: Tensor) -> None:
         if step % 7 == 0:
             for param in model.parameters():
                 param.data = param.data.clone()
+
+    train(model, sgd(model), rank, after=replace)
 
 
 @right
 def weights_that_rest_elsewhere_between_steps(rank: int, size: int) -> None:
     model = dpfuse.DataParallel(network())
-    optimizer = SGD(model.parameters(), lr=0.05)
-    for inputs in batches(rank):
-        loss_of(model(inputs)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+
+    def rest(*_: Any) -> None:
         kept = [param.data for param in model.parameters()]
         for param in model.parameters():
             param.data = torch.empty(0)
         for param, data in zip(model.parameters(), kept, strict=True):
             param.data = data
 
+    train(model, sgd(model), rank, after=rest)
+
 
 @right
 def a_model_that_is_converted(rank: int, size: int) -> None:
     model = dpfuse.DataParallel(network())
-    train(model, SGD(model.parameters(), lr=0.05), rank, 30)
+    train(model, sgd(model), rank, 30)
     model.double()
-    optimizer = SGD(model.parameters(), lr=0.05)
-    for inputs in batches(rank):
-        loss_of(model(inputs.double())).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    train(model, sgd(model), rank, prepare=Tensor.double)
 
 
 @right
@@ -614,11 +544,7 @@ def another_memory_format_of_a_frozen_layer_on_one_rank(rank: int, size: int) ->
     model = dpfuse.DataParallel(nn.Sequential(frozen, nn.Flatten(), nn.Linear(96, 2)))
     if rank == 0:
         model.module[0].weight.data = model.module[0].weight.data.contiguous(memory_format=torch.channels_last)
-    optimizer = SGD(model.parameters(), lr=0.05)
-    for inputs in batches(rank):
-        loss_of(model(inputs.repeat(1, 64).view(4, 24, 4, 4))).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    train(model, sgd(model), rank, prepare=lambda inputs: inputs.repeat(1, 64).view(4, 24, 4, 4))
 
 
 @right
@@ -627,24 +553,21 @@ def layers_that_only_some_ranks_use(rank: int, size: int) -> None:
     model.module.forward = lambda inputs: sum(  # type: ignore[method-assign]
         layer(inputs) for place, layer in enumerate(model.module) if place % 2 == 0 or rank
     )
-    train(model, SGD(model.parameters(), lr=0.05), rank)
+    train(model, sgd(model), rank)
 
 
 @right
 def sparse_gradients(rank: int, size: int) -> None:
     model = dpfuse.DataParallel(nn.Sequential(nn.Embedding(50, 6, sparse=True)))
     optimizer = SparseAdam(list(model.parameters()), lr=0.01)
-    for inputs in batches(rank):
-        loss_of(model((inputs.abs() * 20).long().clamp(max=49))).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    train(model, optimizer, rank, prepare=lambda inputs: (inputs.abs() * 20).long().clamp(max=49))
 
 
 @right
 def a_communication_hook(rank: int, size: int) -> None:
     model = dpfuse.DistributedDataParallel(network())
     model.register_comm_hook(dist.group.WORLD, default_hooks.fp16_compress_hook)
-    train(model, SGD(model.parameters(), lr=0.05), rank)
+    train(model, sgd(model), rank)
 
 
 @right
@@ -684,16 +607,9 @@ def activation_checkpoints_and_dropout(rank: int, size: int) -> None:
     module = nn.Sequential(network(), nn.Dropout(0.5))
     torch.manual_seed(rank)
     model = dpfuse.DataParallel(module)
-    optimizer = SGD(model.parameters(), lr=0.05)
+    optimizer = sgd(model)
     model.module.forward = lambda inputs: module[1](checkpoint(module[0], inputs, use_reentrant=False))  # type: ignore
     train(model, optimizer, rank)
-
-
-@right
-def spectral_normalization(rank: int, size: int) -> None:
-    torch.manual_seed(0)
-    model = dpfuse.DataParallel(nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(6, 2))))
-    train(model, SGD(model.parameters(), lr=0.05), rank)
 
 
 class Holder(nn.Module):
@@ -710,7 +626,7 @@ class Holder(nn.Module):
 @right
 def a_frozen_metric_that_rank_0_makes_when_it_evaluates(rank: int, size: int) -> None:
     model = dpfuse.DataParallel(Holder())
-    optimizer = SGD(model.parameters(), lr=0.05)
+    optimizer = sgd(model)
     for _ in range(3):
         train(model, optimizer, rank, 50)
         if rank == 0 and not hasattr(model.module, "lpips"):
@@ -721,17 +637,16 @@ def a_frozen_metric_that_rank_0_makes_when_it_evaluates(rank: int, size: int) ->
 @right
 def a_frozen_average_inside_the_model_of_one_rank(rank: int, size: int) -> None:
     model = dpfuse.DataParallel(Holder())
-    optimizer = Adam(model.parameters())
-    for step, inputs in enumerate(batches(rank)):
-        loss_of(model(inputs)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+
+    @torch.no_grad()
+    def follow(step: int, _: Tensor) -> None:
         if rank == size - 1 and step == 10:
             model.module.ema = copy.deepcopy(model.module.net).requires_grad_(False)
         if hasattr(model.module, "ema"):
-            with torch.no_grad():
-                for kept, param in zip(model.module.ema.parameters(), model.module.net.parameters(), strict=True):
-                    kept.lerp_(param, 0.1)
+            for kept, param in zip(model.module.ema.parameters(), model.module.net.parameters(), strict=True):
+                kept.lerp_(param, 0.1)
+
+    train(model, Adam(model.parameters()), rank, after=follow)
     assert not model._sync.weights.off
 
 
@@ -739,7 +654,7 @@ def a_frozen_average_inside_the_model_of_one_rank(rank: int, size: int) -> None:
 def an_adapter_that_all_ranks_add_and_freeze_again(rank: int, size: int) -> None:
     """LoRA's way: the network is frozen, then the adapter is. Rank 0 alone adds something else at last."""
     model = dpfuse.DataParallel(Holder())
-    train(model, SGD(model.parameters(), lr=0.05), rank, 40)
+    train(model, sgd(model), rank, 40)
     torch.manual_seed(1)
     model.module.adapter = nn.Linear(6, 2)
     model.module.net.requires_grad_(False)
@@ -757,15 +672,14 @@ def an_adapter_that_all_ranks_add_and_freeze_again(rank: int, size: int) -> None
 @right
 def evaluation_on_one_rank(rank: int, size: int) -> None:
     model = dpfuse.DataParallel(network())
-    optimizer = SGD(model.parameters(), lr=0.05)
-    for step, inputs in enumerate(batches(rank)):
-        loss_of(model(inputs)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+
+    def evaluate(step: int, inputs: Tensor) -> None:
         if rank == 0 and step % 10 == 0:
             with torch.no_grad():
                 model.eval()(inputs)
             model.train()
+
+    train(model, sgd(model), rank, after=evaluate)
 
 
 @right
@@ -780,15 +694,9 @@ def updates_by_hand(rank: int, size: int) -> None:
 
 
 @right
-def a_narrow_wire_with_error_feedback(rank: int, size: int) -> None:
-    model = dpfuse.DataParallel(network(), wire_dtype=torch.bfloat16, error_feedback=True)
-    train(model, SGD(model.parameters(), lr=0.05), rank)
-
-
-@right
 def a_deterministic_sum_with_weights(rank: int, size: int) -> None:
     model = dpfuse.DataParallel(network(), deterministic=True)
-    optimizer = SGD(model.parameters(), lr=0.05)
+    optimizer = sgd(model)
     for inputs in batches(rank):
         model.set_gradient_weight(rank + 1.0)
         loss_of(model(inputs)).backward()
@@ -799,18 +707,79 @@ def a_deterministic_sum_with_weights(rank: int, size: int) -> None:
 @right
 def a_weight_that_is_normalized_on_all_ranks(rank: int, size: int) -> None:
     model = dpfuse.DataParallel(network())
-    optimizer = SGD(model.parameters(), lr=0.05)
-    for inputs in batches(rank):
-        loss_of(model(inputs)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        with torch.no_grad():
-            model.module[0].weight.div_(model.module[0].weight.norm(dim=1, keepdim=True))
+    weight = model.module[0].weight
+
+    @torch.no_grad()
+    def normalize(*_: Any) -> None:
+        weight.div_(weight.norm(dim=1, keepdim=True))
+
+    train(model, sgd(model), rank, after=normalize)
 
 
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
+class Modulus(nn.Module):
+    """Real numbers of complex ones."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs.abs()
+
+
+def of_three_layers() -> nn.Sequential:
+    return nn.Sequential(*[nn.Linear(6, 6, bias=False) for _ in range(3)])
+
+
+def with_batch_normalization() -> nn.Sequential:
+    return nn.Sequential(network()[0], nn.BatchNorm1d(16), network()[2])
+
+
+def with_spectral_normalization() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(6, 2)))
+
+
+def with_a_shared_parameter() -> nn.Sequential:
+    module = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 2))
+    module[2].weight = module[0].weight
+    return module
+
+
+def sharded(optimizer: type[Optimizer] = AdamW, **options: Any) -> Callable[[Any], Any]:
+    return lambda model: dpfuse.ShardedOptimizer(model, optimizer, lr=0.01, **options)
+
+
+def zero_redundancy(model: nn.Module) -> Optimizer:
+    return ZeroRedundancyOptimizer(model.parameters(), optimizer_class=Adam, lr=0.01)
+
+
+PADDLE, TORCH = dpfuse.DataParallel, dpfuse.DistributedDataParallel
+# Plain loops: the wrapper, the network, the optimizer, and options of the wrapper.
+PLAIN: dict[str, tuple[Any, Callable[[], nn.Module], Callable[[Any], Any], dict[str, Any]]] = {
+    "stochastic gradient descent": (PADDLE, network, partial(sgd, momentum=0.9, nesterov=True), {}),
+    "adam with amsgrad and foreach": (
+        PADDLE, network, lambda model: Adam(model.parameters(), amsgrad=True, foreach=True), {},
+    ),
+    "fused adamw": (TORCH, network, lambda model: AdamW(model.parameters(), fused=True), {}),
+    "batch normalization with statistics of rank 0": (TORCH, with_batch_normalization, sgd, {}),
+    "shared parameters": (PADDLE, with_a_shared_parameter, lambda model: Adam(model.parameters()), {}),
+    "spectral normalization": (PADDLE, with_spectral_normalization, sgd, {}),
+    "a narrow wire with error feedback": (
+        PADDLE, network, sgd, {"wire_dtype": torch.bfloat16, "error_feedback": True},
+    ),
+    "a sharded optimizer": (PADDLE, network, sharded(), {}),
+    "a sharded optimizer that gathers in the forward": (PADDLE, network, sharded(gather="forward"), {}),
+    "a step in backward": (PADDLE, network, sharded(step_in_backward=True), {}),
+    "owners of whole tensors": (PADDLE, of_three_layers, sharded(torch.optim.Muon), {}),
+    "torchs zero redundancy optimizer": (TORCH, network, zero_redundancy, {"gradient_as_bucket_view": True}),
+}  # fmt: skip
+
+
+def plainly(rank: int, size: int, *, name: str) -> None:
+    """Run one of the plain loops."""
+    wrap, build, optimizer, options = PLAIN[name]
+    model = wrap(build(), **options)
+    train(model, optimizer(model), rank)
+
+
+PROGRAMS |= {name: partial(plainly, name=name) for name in PLAIN}
 
 
 def run(rank: int, size: int, name: str) -> list[str]:

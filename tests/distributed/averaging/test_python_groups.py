@@ -249,12 +249,6 @@ def test_a_group_of_one_rank_needs_no_default_group(views):
     assert all(torch.equal(param.grad, grad) for param, grad in zip(net.parameters(), grads, strict=True))
 
 
-def test_without_init_sync_nothing_is_sent_when_the_module_is_wrapped():
-    group = Lonely()
-    dpfuse.DistributedDataParallel(Net(), process_group=group, init_sync=False)
-    assert group.waits == 0
-
-
 def where_it_waits(rank, size, kind):
     group = joined(kind, "idle", rank, size)
     model = dpfuse.DataParallel(Net(), group=group)

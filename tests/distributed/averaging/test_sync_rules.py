@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 
 import pytest
 import torch
@@ -102,16 +101,6 @@ def forward_without_grad_is_invisible(rank, size):
     assert_averaged(model, inputs(rank), inputs(rank, 3))
 
 
-def second_backward_through_the_same_graph(rank, size):
-    model = wrap()
-    for _ in range(3):
-        value = loss(model, inputs(rank))
-        value.backward(retain_graph=True)
-        value.backward()
-        assert_averaged(model, inputs(rank), inputs(rank))
-        model.zero_grad()
-
-
 def two_forwards_then_two_backwards(rank, size):
     model = wrap()
     for _ in range(3):
@@ -128,20 +117,6 @@ def two_forwards_then_one_backward(rank, size):
         (loss(model, inputs(rank)) + loss(model, inputs(rank, 1))).backward()
         assert_averaged(model, inputs(rank), inputs(rank, 1))
         model.zero_grad()
-
-
-def module_called_directly(rank, size):
-    model = wrap()
-    for step in range(3):
-        loss(model.module, inputs(rank, step)).backward()
-        assert_averaged(model, inputs(rank, step))
-        model.zero_grad()
-    with model.no_sync():
-        loss(model.module, inputs(rank)).backward()
-    assert_local(model, inputs(rank))
-    # The local forward above has had its backward; this one is no part of it.
-    loss(model.module, inputs(rank, 1)).backward()
-    assert_averaged(model, inputs(rank), inputs(rank, 1))
 
 
 def module_called_directly_after_a_local_forward(rank, size):
@@ -180,46 +155,6 @@ def switches(rank, size):
     model.reducer.prepare_for_backward([value])
     value.backward()
     assert_averaged(model, inputs(rank))
-
-
-def outputs_of_every_kind(rank, size):
-    @dataclasses.dataclass
-    class Output:
-        logits: torch.Tensor
-        extra: object = None
-
-    class Opaque:
-        def __init__(self, value):
-            self.value = value
-
-    kinds = {
-        "tuple": (lambda y: (1, y), lambda out: out[1]),
-        "dict": (lambda y: {"a": [None, y]}, lambda out: out["a"][1]),
-        "dataclass": (lambda y: Output(y, {"more": "text"}), lambda out: out.logits),
-        "opaque": (Opaque, lambda out: out.value),
-    }
-
-    class Net(nn.Module):
-        def __init__(self, pack):
-            super().__init__()
-            self.layer = nn.Linear(3, 2)
-            self.pack = pack
-
-        def forward(self, x):
-            return self.pack(self.layer(x))
-
-    for pack, unpack in kinds.values():
-        torch.manual_seed(0)
-        model = dpfuse.DataParallel(Net(pack))
-        for _ in range(3):
-            with model.no_sync():
-                value = unpack(model(inputs(rank))).sum()
-            value.backward()
-            expected = inputs(rank).sum(0).expand(2, 3)
-            torch.testing.assert_close(model.layer.weight.grad, expected)
-            unpack(model(inputs(rank))).sum().backward()
-            torch.testing.assert_close(model.layer.weight.grad, mean([2 * expected])[0])
-            model.zero_grad()
 
 
 def two_wrappers_in_one_graph(rank, size):
@@ -271,9 +206,9 @@ def assigning_to_grad_data(rank, size):
     "rule",
     [
         forward_inside_backward_outside, forward_outside_backward_inside, synchronised_forward_wins,
-        forward_without_grad_is_invisible, second_backward_through_the_same_graph,
-        two_forwards_then_two_backwards, two_forwards_then_one_backward, module_called_directly,
-        module_called_directly_after_a_local_forward, switches, outputs_of_every_kind,
+        forward_without_grad_is_invisible,
+        two_forwards_then_two_backwards, two_forwards_then_one_backward,
+        module_called_directly_after_a_local_forward, switches,
         two_wrappers_in_one_graph, gradients_are_views_or_private, assigning_to_grad_data,
     ],
 )  # fmt: skip

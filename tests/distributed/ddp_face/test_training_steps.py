@@ -176,35 +176,6 @@ def test_gradients_and_buffers_of_an_accumulation_equal_torchs(rank, size, patte
             model.zero_grad()
 
 
-@pytest.mark.parametrize("backward_inside", [False, True], ids=["backward out", "backward in"])
-@pytest.mark.parametrize("forward_inside", [False, True], ids=["forward out", "forward in"])
-def test_the_forward_decides_whether_a_backward_synchronises(rank, size, forward_inside, backward_inside):
-    models = both(built(Mlp, rank))
-    for step in range(3):
-        for model in models:
-            model.zero_grad()
-            with model.no_sync() if forward_inside else contextlib.nullcontext():
-                loss = model(batch(rank, step), step).sum()
-            with model.no_sync() if backward_inside else contextlib.nullcontext():
-                loss.backward()
-        assert_equal_models(*models, f"in step {step}")
-
-
-def test_prepare_for_backward_synchronises_a_forward_of_no_sync(rank, size):
-    models = both(built(Mlp, rank))
-    for step in range(4):
-        for model in models:
-            model.zero_grad()
-            for micro in range(3):
-                with model.no_sync():
-                    loss = model(batch(rank, 10 * step + micro), step).sum()
-                    if micro == 2:
-                        model.require_backward_grad_sync = True
-                        model.reducer.prepare_for_backward([])
-                    loss.backward()
-        assert_equal_models(*models, f"in step {step}")
-
-
 def test_ignored_parameters_and_buffers_are_left_to_themselves(rank, size):
     names = ["layers.0.weight", "layers.1.running_mean", "layers.4.bias", "steps"]
     module = built(Normed, rank, differ=True)
@@ -236,28 +207,6 @@ def test_without_init_sync_nothing_is_sent_at_construction(rank, size):
     with Operations() as done:
         DistributedDataParallel(built(Normed, rank, differ=True))
     assert done.collectives
-
-
-def test_buffers_that_were_replaced_or_added_travel_too(rank, size):
-    models = both(built(Normed, rank))
-    for step in range(8):
-        for model in models:
-            inner = model.module
-            if step == 6:  # no other tensor, but other memory
-                inner.steps.data = torch.tensor(100 * (rank + 1))
-                inner.layers[1].running_mean.data = torch.full((8,), float(rank))
-            if step == 1:
-                inner.drift = torch.full((2, 3), 10.0)
-            if step == 2:
-                inner.register_buffer("late", torch.full((3,), float(rank)))
-            if step == 3:
-                inner.drift = inner.drift.double() + 1
-            if step == 4:
-                del inner.late
-            model(batch(rank, step)).square().sum().backward()
-        assert_equal_models(*models, f"in step {step}")
-        if 2 <= step < 4:
-            assert torch.equal(models[0].module.late, torch.zeros(3))
 
 
 def test_another_process_group_is_used_from_the_next_step_on(rank, size):

@@ -285,37 +285,3 @@ def test_compiled_steps_equal_torchs_bitwise(rank, size, order):
             model.zero_grad()
             call(batch(rank, step)).square().sum().backward()
         assert_equal_models(*models, f"in step {step}")
-
-
-def test_a_second_backward_through_the_same_graph_is_averaged_too(rank, size):
-    """Torch leaves it local, without an error."""
-    model = DistributedDataParallel(built(Mlp, rank))
-    for step in range(3):
-        expected = means(model.module, rank, size, lambda module, step=step: module(batch(rank, step), 0).sum())
-        loss = model(batch(rank, step), 0).sum()
-        for count in (1, 2):
-            loss.backward(retain_graph=True)
-            for param, mean in zip(model.parameters(), expected, strict=True):
-                torch.testing.assert_close(param.grad, count * mean)
-        model.zero_grad()
-
-
-class OneRankOnly(Mlp):
-    def forward(self, x: Tensor, step: int = 0) -> Tensor:
-        return self.layers(x) if dist.get_rank() == 0 else x[:, :3] * self.scale
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()), requires_grad=False)
-
-
-def test_a_rank_that_uses_no_parameter_takes_part_with_zeros(rank, size):
-    model = DistributedDataParallel(built(OneRankOnly, rank), find_unused_parameters=True)
-    for step in range(3):
-        twin = copy.deepcopy(model.module)
-        loss = twin.layers(batch(0, step)).sum() / size  # what rank 0 has; rank 1 adds zeros
-        loss.backward()
-        model.zero_grad()
-        model(batch(rank, step).requires_grad_()).sum().backward()
-        for param, other in zip(model.module.layers.parameters(), twin.layers.parameters(), strict=True):
-            torch.testing.assert_close(param.grad, other.grad)
