@@ -137,6 +137,7 @@ KEEPING = [move, turn_memory, set_to_clone, swap, swap_with_a_view]
 MOVING = [transpose, transpose_in_place, exchange_in_a_module, exchange_among_buckets, in_turn]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", one_in(4, KINDS))
 @pytest.mark.parametrize("gather", GATHER)
 @pytest.mark.parametrize("name", one_in(2, [UNSEEN, SEEN]))
@@ -154,6 +155,7 @@ def test_other_memory_on_all_ranks_trains_as_the_plain_optimizer(rank, size, cha
     check(both[0], both[2])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", one_in(2, KINDS))
 @pytest.mark.parametrize("gather", GATHER)
 @pytest.mark.parametrize("change", KEEPING, ids=lambda one: one.__name__)
@@ -213,6 +215,7 @@ def errors_of(work):
     return ""
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("gather", one_in(2, GATHER))
 @pytest.mark.parametrize("name", [SEEN, UNSEEN])
 @pytest.mark.parametrize("ranks_that_change", EACH, ids=str)
@@ -232,6 +235,7 @@ def test_another_kind_before_the_forward_is_an_error_on_all(rank, size, change, 
     dist.barrier()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("gather", one_in(2, GATHER))
 @pytest.mark.parametrize("ranks_that_change", EACH, ids=str)
 @pytest.mark.parametrize(
@@ -254,6 +258,7 @@ def test_another_kind_between_backward_and_step_is_an_error_on_all(rank, size, c
     dist.barrier()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("gather", GATHER)
 @pytest.mark.parametrize("kind", one_in(3, ["AdamW", "SGD", "Adafactor"]))
 @pytest.mark.parametrize("change", [convert, convert_by_swap, convert_the_model, cut], ids=lambda one: one.__name__)
@@ -396,6 +401,7 @@ def grad_turned(net):
     net.many[5].grad.t_()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("gather", GATHER)
 @pytest.mark.parametrize("ranks_that_change", EACH, ids=str)
 @pytest.mark.parametrize(

@@ -76,6 +76,7 @@ def test_two_ranks_have_the_bits_of_ddp(ranks, name):
     assert ranks(differing, *KINDS[name]) == [[], []]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("face", [dpfuse.DataParallel, dpfuse.DistributedDataParallel])
 @pytest.mark.parametrize(
     "options", [{}, {"deterministic": True}, pytest.param({"check_finite": "raise"}, marks=pytest.mark.slow)], ids=str

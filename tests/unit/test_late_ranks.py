@@ -72,6 +72,7 @@ class Job:
                 self.said += [(self.steps, text) for text in self.judge.judge()]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("size", [2, 4, 16])
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_delay_of_a_fifth_of_a_step_is_found_within_fifty_steps(size, phase):
@@ -90,6 +91,7 @@ def test_a_delay_of_a_fifth_of_a_step_is_found_within_fifty_steps(size, phase):
     assert ended.startswith(f"rank {size - 1} is no longer late in {phase}, after step ")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_delay_of_a_twentieth_of_a_step_is_found(size, phase):
@@ -208,6 +210,7 @@ def through(rank: int, size: int) -> dict[str, list[tuple[int, int]]]:
     return {"one it sends through": sends[:1], "all it sends through": sends, "both ways": sends + receives}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("way", ["one it sends through", "all it sends through", "both ways"])
 @pytest.mark.parametrize(("size", "rank"), [(3, 1), (4, 0), (4, 3), (8, 5)])
 def test_the_rank_at_the_end_of_a_slow_link_is_named(size, rank, way):

@@ -209,6 +209,7 @@ def twice_later(rank, size, where, sizes):
     return bool(error)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("where", [(0,), (1,), (0, 1)], ids=str)
 @SIZES
 def test_firing_more_often_than_at_first_is_right_or_an_error_on_every_rank_in_that_backward(ranks, where, sizes):

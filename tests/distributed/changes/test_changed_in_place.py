@@ -162,6 +162,7 @@ def other_dtype(param):
 PARAMETER_CHANGES = [grow, cut_in_new_memory, set_to_other, reshape_clone, other_dtype]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("change", PARAMETER_CHANGES, ids=lambda one: one.__name__)
 @pytest.mark.parametrize("face", FACES)
 def test_a_parameter_of_another_kind_is_followed_where_all_ranks_change_it(rank, size, face, change):

@@ -215,6 +215,7 @@ DELAYED = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("views", [False, True])
 @pytest.mark.parametrize("case", DELAYED)
 def test_delayed_gradients_are_the_mean(ranks, case, views):

@@ -110,6 +110,7 @@ def compared(rank, size, counts, options):
     assert all(torch.equal(other, flat) for other in copies)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("counts", UNEVEN, ids=str)
 @pytest.mark.parametrize("initial", [True, False], ids=["by all", "by active"])
 def test_ranks_that_end_at_different_times_end_with_the_model_of_ddp(ranks, counts, initial):
@@ -135,6 +136,7 @@ def test_buffers_come_from_a_rank_that_is_active(ranks, counts):
     ranks(compared, counts, {"net": {"norm": True}, "forward_sync_buffers": False}, size=len(counts), timeout=30)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("counts", [(2, 6), (7, 3), (0, 4), (1, 4), (4, 8, 1), (1, 5, 3)], ids=str)
 @pytest.mark.parametrize("initial", [True, False], ids=["by all", "by active"])
 def test_a_rank_that_has_ended_skips_what_others_do_not_synchronise(ranks, counts, initial):

@@ -56,6 +56,7 @@ def is_back(net: nn.Module) -> bool:
     return all(isinstance(param, nn.Parameter) and param.dtype == F32 for param in net.parameters())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("views", [False, True])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoints_train_to_the_bits_of_casts_by_hand(rank, size, reentrant, views):

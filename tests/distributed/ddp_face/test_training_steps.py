@@ -113,6 +113,7 @@ NETS = [
 ]  # fmt: skip
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("net", NETS)
 def test_steps_equal_torchs_bitwise(ranks, net, option):
@@ -158,6 +159,7 @@ def test_require_forward_param_sync_holds_for_one_forward(rank, size):
 PATTERNS = ["ss", "sns", "nns", "nsns", "snnss"]  # s: outside of no_sync(), n: inside
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("by_attribute", [False, True], ids=["no_sync", "attribute"])
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_gradients_and_buffers_of_an_accumulation_equal_torchs(rank, size, pattern, by_attribute):

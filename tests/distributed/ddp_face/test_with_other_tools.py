@@ -130,6 +130,7 @@ def means(model: nn.Module, rank: int, size: int, losses: Any) -> list[Tensor | 
     return found
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
 @pytest.mark.parametrize("net", [Twice, Optional])
 @pytest.mark.filterwarnings("ignore:.*got no gradient in this backward:UserWarning")

@@ -216,7 +216,7 @@ def train_beside_torch(rank, size, net, name, views, cap, micros=1, set_to_none=
 
 
 @pytest.mark.parametrize(
-    ("name", "views"), crossed(3, {name: name for name in HOOKS}, {"views": True, "private": False})
+    ("name", "views"), crossed(9, {name: name for name in HOOKS}, {"views": True, "private": False})
 )
 def test_every_hook_gives_the_bits_of_torch(ranks, name, views):
     ranks(train_beside_torch, Mlp, name, views, SMALL)
@@ -227,6 +227,7 @@ def test_one_bucket_for_all(ranks, name):
     ranks(train_beside_torch, Mlp, name, True, None)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("set_to_none", [True, False], ids=["none", "zeros"])
 @pytest.mark.parametrize("views", [True, False], ids=["views", "private"])
 @pytest.mark.parametrize("name", ["fp16", "batched PowerSGD", "chained"])
@@ -234,18 +235,21 @@ def test_accumulation_inside_no_sync(ranks, name, views, set_to_none):
     ranks(train_beside_torch, Mlp, name, views, SMALL, 3, set_to_none)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("views", [True, False], ids=["views", "private"])
 @pytest.mark.parametrize("name", ["allreduce", "fp16", "PowerSGD", "noop"])
 def test_channels_last_weights(ranks, name, views):
     ranks(train_beside_torch, Convolutional, name, views, SMALL)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("views", [True, False], ids=["views", "private"])
 @pytest.mark.parametrize("name", ["allreduce", "fp16", "bf16"])
 def test_several_dtypes(ranks, name, views):
     ranks(train_beside_torch, SeveralDtypes, name, views, SMALL)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("views", [True, False], ids=["views", "private"])
 @pytest.mark.parametrize("name", ["allreduce", "fp16", "chained", "fp16 wrapper"])
 def test_parameters_that_some_ranks_do_not_use(ranks, name, views):
