@@ -246,16 +246,6 @@ def test_only_one_parameter_of_each_bucket_has_a_hook_in_python():
     assert python == {5, 3, 1, 0}
 
 
-def test_the_parameter_that_came_last_in_the_first_backward_is_the_sentinel_of_its_bucket():
-    bench = Bench()
-    bench.backward([5, 3, 4, 0, 1, 2])
-    bench.log.clear()
-    bench.reducer.open(announced=True)
-    for index, sent in [(5, 1), (3, 1), (4, 2), (0, 2), (1, 2), (2, 3)]:
-        bench.mark(index)
-        assert len(bench.orders("send")) == sent
-
-
 def test_another_parameter_that_comes_last_twice_becomes_the_sentinel():
     bench = Bench().settled()
     order, sent = [5, 3, 4, 1, 2, 0], []
@@ -269,20 +259,6 @@ def test_another_parameter_that_comes_last_twice_becomes_the_sentinel():
         assert bench.orders("send") == [0, 1, 2, 3], "the sentinel of another bucket or the end sends what is complete"
     assert sent == [1, 1, 2]
     assert bench.installed[-2:] == [{3, 4}, {1, 2}], "only the hooks of these buckets are replaced"
-
-
-def test_a_sentinel_that_was_not_used_is_replaced_at_once():
-    bench = Bench().settled()
-    bench.buckets[1].lacks = [3]
-    bench.backward([5, 4, 2, 1, 0])
-    assert [bench.buckets[order].complete for order in range(4)] == [True, False, True, True]
-    bench.log.clear()
-    bench.buckets[1].lacks = []
-    bench.reducer.open(announced=True)
-    bench.mark(5, 3)
-    assert bench.orders("send") == [0]
-    bench.mark(4)
-    assert bench.orders("send") == [0, 1]
 
 
 # --- Which backwards synchronise ---

@@ -191,7 +191,8 @@ def test_a_log_dir_that_is_a_file_is_refused(tmp_path):
 )
 def test_no_rank_outlives_the_launcher(number):
     words = ("-m", "dpfuse.launch", "--nproc_per_node=2", SCRIPTS / "fail.py", "sleep")
-    job = start(*words, warm=number != signal.SIGKILL)
+    warm = number != signal.SIGKILL
+    job = start(*words, warm=warm, **({"PYTHON_EXEC": python(warm=True)} if warm else {}))
     assert job.stdout is not None
     pids = pids_in(job.stdout.readline() + job.stdout.readline())
     job.send_signal(number)

@@ -96,9 +96,8 @@ def both(text):
     ("number", "to"),
     [
         (USR1, "launcher"),
-        (USR2, "all"),
         *(pytest.param(USR1, to, marks=pytest.mark.slow) for to in ("group", "ranks", "all")),
-        *(pytest.param(USR2, to, marks=pytest.mark.slow) for to in ("launcher", "group", "ranks")),
+        *(pytest.param(USR2, to, marks=pytest.mark.slow) for to in ("launcher", "group", "ranks", "all")),
     ],
 )
 def test_a_signal_reaches_each_rank_and_ends_nothing(number, to, tmp_path):

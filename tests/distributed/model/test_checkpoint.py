@@ -109,6 +109,7 @@ def resumed(rank, size, folder, wrapper, optimizer):
     return [loss for loss in whole.losses if loss != 0], path
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_resumed_training_equals_an_uninterrupted_one_to_the_bit(wrapper, optimizer, ranks, tmp_path):

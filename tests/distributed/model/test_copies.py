@@ -93,6 +93,7 @@ def by_torch_save(model: Any) -> Any:
 WAYS = [by_deepcopy, by_pickle, by_torch_save]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("steps_before", [0, 3], ids=["fresh", "trained"])
 @pytest.mark.parametrize("duplicate", WAYS)
 def test_a_copy_keeps_synchronising_and_leaves_the_original_alone(

@@ -65,9 +65,10 @@ def all_trained(rank, size):
     return [trained(*case) for case in CASES]
 
 
-def test_weights_and_norms_have_the_same_bits(ranks):
+@pytest.mark.parametrize("sizes", [(3,), pytest.param((2, 4), marks=pytest.mark.slow)], ids=str)
+def test_weights_and_norms_have_the_same_bits(ranks, sizes):
     (whole,) = ranks(all_trained, size=1)
-    for size in (2, 3, 4):
+    for size in sizes:
         for told in ranks(all_trained, size=size):
             for case, one, many in zip(CASES, whole, told, strict=True):
                 assert many == one, (case, size)
