@@ -39,9 +39,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     Those stay whose places in the crossed tables add up to a multiple of `count`. So where two tables are crossed, each
     value of both is still in some case, if no table is shorter than `count`.
     """
+    tables: dict[tuple[object, str, str], dict[int, int]] = {}  # the place of each value, by its identity
     for item in items:
         marker = item.get_closest_marker("one_in")
-        if marker is not None and sum(item.callspec.indices.values()) % marker.args[0]:
+        if marker is None:
+            continue
+        places = 0
+        for name, value in item.callspec.params.items():
+            table = tables.setdefault((item.parent, item.originalname, name), {})
+            places += table.setdefault(id(value), len(table))
+        if places % marker.args[0]:
             item.add_marker(pytest.mark.slow)
 
 

@@ -40,11 +40,10 @@ def test_no_rank_goes_on_alone_after_a_backward_that_failed_before_its_first_col
     assert_all_end_well(survey, planned[:40:8] + planned[step :: len(planned) // 6])
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("program", [name for name in PROGRAMS if name != "views"])
 def test_neither_in_other_programs(survey, program):
     planned = list(survey.faults(program, 4, every=True))
-    assert_all_end_well(survey, [planned[0], planned[len(planned) // 3], planned[len(planned) * 2 // 3]])
+    assert_all_end_well(survey, [planned[0], planned[len(planned) * 2 // 3]])
 
 
 @pytest.mark.slow
