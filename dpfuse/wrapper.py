@@ -557,7 +557,7 @@ class SyncedModule(nn.Module):
             self.discard_accumulated()
 
     def grad_norm(self, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
-        """The norm of all gradients as they are now, taken as one vector: after a backward, of their means.
+        """Return the norm of all gradients as one vector. After a synchronised backward they are means.
 
         What was done to `.grad` since backward counts, parameters without gradient do not. Gradients that still lie in
         the communication buffers are read by the buffer.
@@ -622,7 +622,7 @@ class SyncedModule(nn.Module):
         return norm
 
     def grad_norms(self, by: str = "parameter", norm_type: float = 2.0) -> dict[str, Tensor]:
-        """The norms of parts of the gradients as they are now, by name: for a log, or to find what blows up.
+        """Return the norm of each parameter's or bucket's gradients, by name: for a log, or to find where they grow.
 
         Args:
             by: "parameter" for one norm of each gradient there is, under the name that the module gives to its

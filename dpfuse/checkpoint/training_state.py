@@ -74,7 +74,7 @@ def set_sampler_state(sampler: Any, saved: Mapping[str, Any]) -> None:
 
 
 def optimizer_class(optimizer: Stateful) -> str:
-    """Return the name of the class whose state an optimizer has: of a sharded one, that of the optimizer in it."""
+    """Return the name of the class whose state an optimizer has. A sharded optimizer has that of the class inside."""
     kind: type = getattr(optimizer, "optimizer_class", type(optimizer))
     return kind.__name__
 

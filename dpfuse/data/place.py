@@ -13,7 +13,7 @@ __all__ = ["Place"]
 
 
 class Place:
-    """This rank's place in the job: what was given, and the rest from the process group, whenever that is made.
+    """This rank's number and the number of ranks: as given, or from the process group once there is one.
 
     Args:
         num_replicas: number of ranks; None is that of the job.

@@ -22,7 +22,7 @@ __all__ = ["Turn", "UnevenInputs", "UnevenInputsHook"]
 
 
 class Turn(IntFlag):
-    """What a rank does in an iteration; that of a rank without input is 0."""
+    """What a rank does in an iteration. A rank without input sends 0."""
 
     ACTIVE = 1  # it runs a forward
     SYNC = 2  # whose backward is synchronised
@@ -44,7 +44,7 @@ class _Joined(Protocol):
 
 
 class UnevenInputs(Join):
-    """torch's `Join` of one wrapped module, which costs that module nothing more once it has ended, however it did."""
+    """torch's `Join` of one wrapped module. It costs the module nothing after it has ended, also by an error."""
 
     def __exit__(
         self,

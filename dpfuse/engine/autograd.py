@@ -199,7 +199,7 @@ class BackwardListener(Protocol):
     """Is told when the outermost backward begins, ends, or dies of an exception."""
 
     def settle(self, *, announced: bool) -> None:
-        """A backward is about to be opened. An error here is one of an earlier backward, of which all ranks hear."""
+        """Look for errors of an earlier backward before a new one opens. All ranks hear of such an error."""
 
     def open(self, *, announced: bool) -> None:
         """The outermost backward begins. `announced` says that an output of the wrapper told it."""

@@ -130,7 +130,7 @@ class BucketPlan:
         )
 
     def warnings(self) -> tuple[str, ...]:
-        """Texts about what is likely to cost time in this plan, one for each finding."""
+        """Return one text for each property of this plan that is likely to cost time."""
         if not self.buckets or self.last_comm_buffer_size >= self.comm_buffer_size:
             return ()
         last = self.buckets[-1]

@@ -51,7 +51,7 @@ class Subtrees:
         return [table.flat for table in self._tables[: self._count]]
 
     def put_behind(self, report: Tensor) -> None:
-        """Let a report travel at the end of what is sent, where no gradient is: in the first node, and zeros in others.
+        """Put the report after the gradients: into the first node, and zeros into the others.
 
         Args:
             report: [elements], of the dtype of the sums.

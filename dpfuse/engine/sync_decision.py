@@ -168,7 +168,7 @@ class Window:
         self._backwards += 1
 
     def backward_dies(self) -> None:
-        """Note that an exception ended a backward that was not to synchronise, so what was accumulated is lost.
+        """Note that an exception ended a local backward, so the gradients of this window are incomplete.
 
         A program that begins the window again has the right count at its end. One that goes on has not. With weights,
         backwards are not counted, and `died` is compared instead.

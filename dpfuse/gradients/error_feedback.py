@@ -115,7 +115,7 @@ class ErrorFeedback(Feature):
             self._warn(f"error feedback of {_some(others)} begins at zero: the state has none of that shape")
 
     def reset(self) -> None:
-        """Begin at zero: after other parameters were loaded, for what is kept is of the gradients of the old ones."""
+        """Set the residuals to zero, since other parameters were loaded: they belong to the gradients of the old ones."""
         self.delivered()
         self._zero(self._specs)
 
@@ -156,7 +156,7 @@ class ErrorFeedback(Feature):
         self._last = -1
 
     def _forget_what_was_lost(self) -> None:
-        """Forget all if what was packed last did not arrive: what was taken from it, and sent with it, is not known."""
+        """Set the residuals to zero if the last packed gradients did not arrive: what was sent is not known."""
         if self._last >= 0:
             self.delivered()
             self._zero(self._specs)

@@ -176,7 +176,7 @@ def norms_by_parameter(named: Iterable[tuple[str, Tensor]], order: float) -> dic
 
 @torch.no_grad()
 def norms_by_bucket(norms: Mapping[str, Tensor], buckets: Iterable[Sequence[str]], order: float) -> dict[str, Tensor]:
-    """The norm of each bucket as "bucket 0" and so on; what is in none of them keeps its own name.
+    """Return the norm of each bucket, as "bucket 0" and so on. A gradient in no bucket keeps its own name.
 
     Args:
         norms: by parameter, as `norms_by_parameter` returns them.

@@ -1,4 +1,4 @@
-"""The suspicion of DPF-L01: a step on a mean over the ranks to which later backwards have added what one rank has."""
+"""The suspicion of DPF-L01: a step uses a mean over the ranks to which a local backward has added."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A module's buffers, which are to be those of one rank: which there are, and how they travel. Knows no parameter."""
+"""The buffers of a module that one rank sends to all: which these are, and how they travel. Knows no parameter."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ class ModuleFollower:
         self._follow()
 
     def _follow(self) -> None:
-        """Prepare for the module as it is now, without knowing yet whether it is the same on the other ranks."""
+        """Make a plan for the module as it is now. Whether the other ranks have the same module is not known yet."""
         grads = self._grads
         grads.reducer.accumulation.release()  # buckets may be replaced
         if self._may_have_changed is not None:

@@ -230,7 +230,7 @@ class ModuleSync:
         )
 
     def finish_parameters(self) -> None:
-        """Wait for parameters that are on their way, for code that does not wait for each: what was compiled."""
+        """Wait for all parameters that still travel. Compiled code needs it, since it waits for none of them."""
         if self._dividing is not None:
             self._dividing.finish()
 

@@ -1,4 +1,4 @@
-"""A run with fixed micro-batches as that of one rank: what its ranks have done, in the order of the micro-batches."""
+"""Reads a run with fixed micro-batches as if one rank had made it: in the order of the micro-batches."""
 
 from __future__ import annotations
 

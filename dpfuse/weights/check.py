@@ -467,7 +467,7 @@ class WeightsCheck(Feature):
         self._say_nothing()
 
     def _say_nothing(self) -> None:
-        """Take the hash out of what is sent. The hashes of the other ranks are then compared without this rank's."""
+        """Send no hash of this rank. The other ranks compare theirs without it."""
         self._slice = None
         if self._report is not None:
             with torch.no_grad():

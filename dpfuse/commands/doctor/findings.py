@@ -172,7 +172,7 @@ def _once(found: Sequence[tuple[Run, Finding]]) -> tuple[Finding, ...]:
 
 
 def _not_finite(run: Run) -> Iterator[Finding]:
-    """Yield that a step was made on what is not finite, also in a run that has failed later, or that many were not."""
+    """Yield that a step used values that are not finite, or that many steps were skipped for them."""
     found = first_not_finite(run.traces)
     if found is not None:
         yield Finding("", found.title, found.text, (), found.step, found.rank, found.parameter)

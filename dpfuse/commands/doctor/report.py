@@ -54,7 +54,7 @@ class DoctorReport:
 
     @property
     def not_examined(self) -> str:
-        """Why what is wrong may be unsaid, in one sentence; empty where the program was examined."""
+        """Say in one sentence why errors may be missing from the report; empty if the program was examined."""
         if self.interrupted:
             part = "examined only in part" if self.runs else "not examined"
             return f"{part}, since the doctor was interrupted in {self.interrupted}"

@@ -317,7 +317,7 @@ class _GradientInPlace:
         self._copy = None  # it belongs to the parameter now
 
     def lose(self) -> None:
-        """Zero what was reduced in place. A program may have zeroed it before the sum with the peers landed in it."""
+        """Zero the gradients that were reduced in place. The sum may land in them after a program has zeroed them."""
         if self.in_place:
             self.flat.zero_()
 

@@ -125,14 +125,14 @@ class Accumulating(Feed):
         self.forget()
 
     def forget(self) -> int:
-        """Drop what is held, and return for how many parameters that was."""
+        """Drop the accumulated gradients, and return how many parameters had one."""
         count = len(self.held)
         self.held.clear()
         _filled.pop(self, None)
         return count
 
     def release(self) -> None:
-        """Move what is held into `.grad`.
+        """Move the accumulated gradients into `.grad`.
 
         Raises:
             DPFuseError: a parameter has got another shape.
