@@ -181,8 +181,8 @@ def test_a_rank_that_was_not_told_leaves_no_note(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("number", "to", "workers"),
     [
-        (TERM, "launcher", 2),
         (USR1, "one rank", 2),
+        pytest.param(TERM, "launcher", 2, marks=pytest.mark.slow),
         pytest.param(USR1, "launcher", 2, marks=pytest.mark.slow),
         pytest.param(TERM, "one rank", 2, marks=pytest.mark.slow),
         pytest.param(TERM, "all", 0, marks=pytest.mark.slow),

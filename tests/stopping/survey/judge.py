@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 
 from dpfuse.checkpoint.folder import read_whole
-from tests.distributed.processes import clean_environment
+from tests.distributed.processes import clean_environment, python
 from tests.patience import patience
 from tests.stopping.survey.network import EPOCHS, LENGTH
 from tests.stopping.survey.notes import read_notes
@@ -57,16 +56,18 @@ def _job(trial: Trial, folder: Path, part: str, ranks: int, *, with_signal: bool
     """Run a job; return its exit code, or "hang", and what it has printed."""
     words = ["--nproc_per_node", str(ranks), "--requeue_exit", str(REQUEUE)]
     program = ["-m", f"tests.stopping.survey.{PROGRAMS[trial.kind]}"]
+    # A job that gets no signal needs no processes that Python itself has started.
+    warm = {} if with_signal else {"PYTHON_EXEC": python(warm=True)}
     job = subprocess.Popen(
         [
-            sys.executable,
+            python(warm=not with_signal),
             "-m",
             "dpfuse.launch",
             *words,
             *program,
             *words_of(folder, part, trial, with_signal=with_signal),
         ],
-        env=clean_environment(),
+        env=clean_environment(**warm),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
