@@ -21,6 +21,7 @@ def test_example_of_the_kernel_docstring(backend: Backend) -> None:
     assert "[10.5, 11, 11.5] and [12, 12.5]" in (_unflatten_kernel.__doc__ or "")
 
 
+@pytest.mark.one_in(2)
 @both
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("scale", [pytest.param(1.0, marks=pytest.mark.slow), 1 / 3])
