@@ -28,7 +28,7 @@ def cases(few, many, night):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@cases(10, 140, 2850)
+@cases(6, 144, 2850)
 @pytest.mark.ranks(timeout=1800)
 def test_two_ranks(rank, size, seeds, kind):
     run(seeds, partial(KINDS[kind], rank, size))
@@ -41,7 +41,7 @@ def test_three_ranks(rank, size, seeds, kind):
     run(seeds, partial(KINDS[kind], rank, size))
 
 
-@cases(2, 38, 960)
+@cases(1, 39, 960)
 @pytest.mark.ranks(size=4, timeout=1800)
 def test_four_ranks_in_a_mesh(rank, size, seeds):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
