@@ -115,7 +115,7 @@ class ErrorFeedback(Feature):
             self._warn(f"error feedback of {_some(others)} begins at zero: the state has none of that shape")
 
     def reset(self) -> None:
-        """Set the residuals to zero, since other parameters were loaded: they belong to the gradients of the old ones."""
+        """Set the residuals to zero, since other parameters were loaded: they belong to gradients of the old ones."""
         self.delivered()
         self._zero(self._specs)
 
