@@ -14,6 +14,7 @@ __all__ = ["RankFailure", "first_failure", "read_record", "shown"]
 
 # Peers of a killed rank fail within milliseconds. torchrun notices both at once, and counts whole seconds.
 SECONDARY_SECONDS = 2.0
+ELSEWHERE = "the error there"  # in the error of a rank that has heard of another rank's failure, as all peers do
 MOST_BYTES = 20 * 1024  # of a message, and of a traceback, in an error
 BEGINNING = 200  # bytes of a message that was shown already
 FIRST_PART = 5 * 1024  # bytes of a traceback that stay before the cut; the others stay after it
@@ -55,7 +56,8 @@ def first_failure(failures: Sequence[RankFailure]) -> RankFailure:
 
     A rank with a record failed at the time of its exception. A rank without a record ended suddenly. If its end was
     noticed no later than two seconds after the first exception, it is the cause, and the exception ("connection
-    closed") is secondary. SIGTERM without a record means that the launcher ended the rank.
+    closed") is secondary. An error that refers to that of another rank is secondary, too, even if it comes first: all
+    ranks raise in the same backward. SIGTERM without a record means that the launcher ended the rank.
 
     Args:
         failures: at least one.
@@ -63,7 +65,7 @@ def first_failure(failures: Sequence[RankFailure]) -> RankFailure:
     Example: rank 0 raises "connection closed" at 5.0 s, the launcher sees at 5.1 s that SIGKILL has killed rank 1 ->
     rank 1.
     """
-    told = sorted((f for f in failures if f.error), key=lambda f: f.seen)
+    told = sorted((f for f in failures if f.error), key=lambda f: (ELSEWHERE in f.error, f.seen))
     sudden = sorted((f for f in failures if not f.error and f.exit_code != -signal.SIGTERM), key=lambda f: f.seen)
     if told and sudden:
         return sudden[0] if sudden[0].seen <= told[0].seen + SECONDARY_SECONDS else told[0]

@@ -232,7 +232,7 @@ def test_what_the_doctor_has_told_is_what_was_recorded():
     counts = record(name)["counts"]
     healthy = counts.pop("healthy")
     right, of = (sum(count[key] for count in counts.values()) for key in ("right", "of"))
-    assert f"It tells {right} of {of} programs with one thing wrong." in text
+    assert f"It finds the mistake in {right} of {of} programs with one." in text
     assert f"It names nothing in {healthy['right'] // 2} right programs, on two ranks and on three" in text
     assert healthy["right"] == healthy["of"]  # on two ranks and on three
 

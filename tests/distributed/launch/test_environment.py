@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 import dpfuse.job as distributed
+from dpfuse.engine import messages
 from dpfuse.job.devices import cores_per_rank, cpu_count, select_gpus
 from dpfuse.job.failure import RankFailure, first_failure
 from dpfuse.job.rank_program import set_paddle_variables
@@ -313,10 +314,16 @@ def test_every_variable_in_the_code_is_in_the_documentation():
     assert sorted(name for name in names if f"`{name}`" not in page) == []
 
 
+def peer(rank):
+    """What a rank raises whose peer has failed."""
+    return messages.failed(0, 2, (rank,), False, None, ())
+
+
 # (rank, exit code, seen at, error) of each failure in one look of the launcher
 @pytest.mark.parametrize(
     ("failures", "first"),
     [
+        ([(0, 1, 5.0, f"DPFuseError: {peer(1)}"), (1, 1, 5.1, "ValueError: planted")], 1),
         ([(0, 1, 5.1, "RuntimeError: closed"), (1, 1, 5.0, "ValueError: planted")], 1),
         ([(0, 1, 5.0, "RuntimeError: closed"), (1, -9, 5.1, "")], 1),  # killed: its peer's error is secondary
         ([(0, -15, 5.0, ""), (1, 1, 5.1, "ValueError: planted")], 1),  # ended by the launcher
