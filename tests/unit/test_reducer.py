@@ -344,7 +344,7 @@ OPTIMIZER = {
 def test_ready_marks_that_no_backward_took_are_an_error_once(finds):
     bench = Bench().settled()
     unaveraged(bench)
-    with pytest.raises(DPFuseError, match="no output of the wrapper, and the gradients of parameters 'p4', 'p2' were"):
+    with pytest.raises(DPFuseError, match="no output of the wrapper, so the gradients of parameters 'p4', 'p2' were"):
         OPTIMIZER[finds](bench)
     if finds == "open":  # the peers may wait for this backward
         drained_by_all(bench)
