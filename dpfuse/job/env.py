@@ -92,7 +92,7 @@ def init_parallel_env(timeout: float | timedelta | None = None) -> dist.ProcessG
     # Only if every collective runs on the GPU: a group bound to a GPU rejects gloo's CPU tensors.
     device = device if backend == "nccl" else None
     if "nccl" in backend:
-        # A collective of a bucket must not wait after the kernels of backward that were queued before it.
+        # A collective of a bucket must not wait for the kernels of backward that were queued before it.
         os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
     if job.master is None:
         store = HashStore()

@@ -221,7 +221,7 @@ def test_a_ready_mark_after_the_bucket_was_sent_is_an_error_on_every_rank(rank, 
         with pytest.raises(dpfuse.DPFuseError, match=r"on rank 1 parameters? 'first.* became ready after"):
             model(x, more).sum().backward()
     else:
-        with pytest.raises(dpfuse.DPFuseError, match="the backward failed on rank 1 of 2, so rank 0 has no averaged gradients"):
+        with pytest.raises(dpfuse.DPFuseError, match="failed on rank 1 of 2, so rank 0 has no averaged"):
             model(x, more).sum().backward()
     model.zero_grad()
     model(x, 1).sum().backward()
