@@ -121,19 +121,6 @@ class CostTable:
         times = np.interp(nbytes, *self._knots)
         return times if isinstance(nbytes, np.ndarray) else float(times)
 
-    def plus(self, seconds: float = 0.0, seconds_per_byte: float = 0.0) -> CostTable:
-        """Return the table with time added per bucket (such as host time) and per byte (such as packing).
-
-        Example:
-            >>> from dpfuse.tune import CostTable
-            >>> CostTable.affine(0.001, 1e9).plus(0.002)(0)
-            0.003
-        """
-        if not (seconds >= 0 and seconds_per_byte >= 0):
-            raise ValueError(f"expected times >= 0, got {seconds!r} and {seconds_per_byte!r}")
-        sizes, times = self._points
-        return CostTable(tuple(sizes), tuple(times + seconds + seconds_per_byte * sizes))
-
     def to_json(self) -> dict[str, Any]:
         """Return the table as an object for `json.dump`."""
         return {"format": FORMAT, "sizes": list(self.sizes), "seconds": list(self.seconds)}

@@ -55,15 +55,6 @@ def test_a_size_measured_twice_is_averaged():
     assert CostTable.measured([8, 8, 16], [1.0, 4.0, 3.0]).seconds == pytest.approx((2.0, 3.0))
 
 
-def test_more_for_each_bucket_and_each_byte():
-    for cost in (CostTable.affine(1.0, 10.0), CostTable([0, 50, 70], [1, 6, 8]), CostTable([0], [1])):
-        more = cost.plus(0.5, 0.01)
-        for size in (0, 20, 50, 60, 70, 5000):
-            assert more(size) == pytest.approx(cost(size) + 0.5 + 0.01 * size)
-    with pytest.raises(ValueError, match="times >= 0"):
-        CostTable.affine(1.0, 1.0).plus(-1.0)
-
-
 @pytest.mark.parametrize(
     ("sizes", "seconds", "message"),
     [
