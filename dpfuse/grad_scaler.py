@@ -114,7 +114,7 @@ class GradScaler(torch.amp.GradScaler):
                 self.unscale_(optimizer)
         result = super().step(optimizer, *args, **kwargs)
         for scale in self._scales:
-            scale.holders.discard(id(optimizer))
+            scale.holders.pop(id(optimizer), None)
         return result
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
@@ -135,23 +135,40 @@ class GradScaler(torch.amp.GradScaler):
     leave_untraced(_reached, calls=True)
 
     def _unscaled(self, optimizer: torch.optim.Optimizer) -> list[LossScale]:
-        """Those of the optimizer's models whose gradients carry no scale."""
-        ids = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        return [scale for scale in self._scales if scale.found is not None and not scale.ids.isdisjoint(ids)]
+        """Those of the optimizer's models of which some gradients carry no scale."""
+        ids = {id(param) for param in _params_of(optimizer)}
+        return [scale for scale in self._scales if not scale.unscaled.isdisjoint(ids)]
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         unscaled = self._unscaled(optimizer)
-        done = frozenset(chain.from_iterable(scale.ids for scale in unscaled))
-        params = [param for group in optimizer.param_groups for param in group["params"] if id(param) not in done]
-        others: Any = SimpleNamespace(param_groups=[{"params": params}])
-        found = super()._unscale_grads_(others, inv_scale, found_inf, allow_fp16)
-        increment_version([param.grad for param in params if param.grad is not None])  # torch forgets to
-        for scale in unscaled:
-            scale.holders.add(id(optimizer))
-            assert scale.found is not None
-            before = found.get(scale.found.device)
+        params = _params_of(optimizer)
+        ids = frozenset(map(id, params))
+        done = frozenset(chain.from_iterable(scale.unscaled for scale in unscaled))
+        known = frozenset(chain.from_iterable(scale.fresh for scale in unscaled))
+        scaled = [param for param in params if id(param) not in done]
+        # Unscaled by an earlier backward of this window, and frozen since. Its values may have changed.
+        kept = [param for param in params if id(param) in done and id(param) not in known]
+        found = super()._unscale_grads_(_holder_of(scaled), inv_scale, found_inf, allow_fp16)
+        increment_version([param.grad for param in scaled if param.grad is not None])  # torch forgets to
+        more = [scale.found for scale in unscaled if scale.found is not None and not scale.fresh.isdisjoint(ids)]
+        if kept:
+            one = torch.ones_like(inv_scale)
+            more += super()._unscale_grads_(_holder_of(kept), one, torch.zeros_like(found_inf), allow_fp16).values()
+        for each in more:
+            before = found.get(each.device)
             # A tensor of its own: torch adds up in it what several optimizers have found.
-            found[scale.found.device] = scale.found.clone() if before is None else before + scale.found
+            found[each.device] = each.clone() if before is None else before + each
+        for scale in unscaled:
+            scale.holders[id(optimizer)] = ids
         return found
+
+
+def _params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _holder_of(params: list[Tensor]) -> Any:
+    """Return what torch's scaler takes for an optimizer of these parameters."""
+    return SimpleNamespace(param_groups=[{"params": params}])

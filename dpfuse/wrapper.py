@@ -467,6 +467,9 @@ class SyncedModule(nn.Module):
         the gradients. To be called on every rank for each synchronised backward, any time before it begins; in a window
         of `no_sync()` once, for the whole window. It holds until that backward has succeeded.
 
+        A mean that is in `.grad` from an earlier backward stays there, and the weighted mean is added to it. With
+        "sum", call this for the first time before the first backward of such a window.
+
         Args:
             weight: 0 or more; 0 leaves this rank out. A tensor with one number, on the device of the gradients, is not
                 waited for. It is used as float32. None takes it back.
@@ -675,7 +678,8 @@ class SyncedModule(nn.Module):
         Returns:
             `step` counts synchronised backwards. `exposed_seconds` is what communication added to backward,
             `communication_seconds` what buckets travelled, `bytes_sent` their bytes. `grad_norm` is that of the
-            averaged gradients, `nonfinite_values` how many NaN and infinite values all ranks sent.
+            gradients that this backward has averaged, `nonfinite_values` how many NaN and infinite values all ranks
+            sent.
             `gradient_square` and `gradient_variance` are estimates without bias, and `noise_scale` is their ratio,
             infinite if the first is not positive. These three are NaN on one rank, and with a communication hook.
             `weights_differ_since` is there only while the ranks' weights are known to differ, and counts as `step`.

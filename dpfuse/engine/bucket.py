@@ -93,6 +93,7 @@ class GradBucket:
         error: why the last backward cannot use this rank's gradients; zeros were sent in their place.
         gave_views: whether every gradient was last delivered as a view of the communication buffer.
         carries: whether all buckets that were sent before, and ride, have landed wherever this one has.
+        untouched: registration indices to which the last delivery has given no gradient, of any bucket.
         rides: whether the bucket in flight needs no wait but that for one that carries it, and no delivery: its
             gradients are views.
     """
@@ -105,6 +106,7 @@ class GradBucket:
         self.missing: list[int] = []
         self.error: Exception | None = None
         self.gave_views = not params
+        self.untouched: Set[int] = _NOTHING
         self.carries = parts.exchange.ends_in_order
         self.rides = False
         self._gives_views = parts.delivery.gives_views and len(parts.buffer.params) == len(params)
@@ -143,7 +145,8 @@ class GradBucket:
         if self.state is not FREE:
             raise self._misuse(FREE)
         buffer, parts = self.parts.buffer, self.parts
-        self.missing, self.error, self._frozen, self.rides = [], None, _NOTHING, False
+        self.missing, self.error, self.rides = [], None, False
+        self._frozen = self.untouched = _NOTHING
         several_streams = parts.writers is not None and parts.writers.precede()
         grads: list[Tensor | None] = []
         try:
@@ -230,12 +233,25 @@ class GradBucket:
         parts = self.parts
         if self._frozen:
             untouched = untouched | self._frozen
+        self.untouched = untouched
         if parts.buffer.params:
             self.gave_views = parts.delivery.deliver(self.missing, untouched) and self._gives_views
         for delivered in self._delivered:
             delivered(untouched)
         self._sources = []
         self.state = FREE
+
+    def delivered(self) -> list[Tensor]:
+        """Return the parameters to which the last backward has given a gradient.
+
+        One that was frozen keeps what is in its `.grad`, which is no gradient of that backward. So does one that no
+        rank has used.
+        """
+        if not self.untouched:
+            return self.params
+        return [
+            param for index, param in zip(self.plan.params, self.params, strict=True) if index not in self.untouched
+        ]
 
     def arrive(self) -> None:
         """Be delivered without a wait, since the current stream has waited for a later bucket that carries this one."""

@@ -21,6 +21,7 @@ from dpfuse.engine.report_layout import Field, ReportPlace
 from dpfuse.engine.sync_decision import Window
 from dpfuse.errors import DPFuseError
 from dpfuse.exclusions import refuse
+from dpfuse.gradients.kept_mean import KeptMean
 from dpfuse.gradients.loss_scaling import LossScale
 from dpfuse.gradients.norm import Gradients
 from dpfuse.gradients.weight import GradientWeight
@@ -81,7 +82,10 @@ class GradientFactors(Feature):
         self._bounded = gradient_scale is None or abs(gradient_scale) * group.size() <= 1
         self._in_use = in_use
         self._strict = strict
+        self._kept_mean = KeptMean()
+        self._keeps_mean = False  # whether that is known since this window began
         self._handling = 0  # bits of HANDLING, of the backward that is running
+        self._unscales = False  # whether packing undoes the loss scale in it
         self._factor: Tensor | None = None  # what packing multiplies with, [] float32; None is 1
         self._found: _Found | None = None  # values that are not finite; None where they are not looked for
         self._report: Report | None = None  # that of the last bucket, once it was packed
@@ -112,7 +116,6 @@ class GradientFactors(Feature):
         self._window.died = False  # a weight that is given after it is that of what comes from here on
 
     def step(self, order: int, bucket: Bucket, buffer: CommBuffer, report: Report | None) -> PackStep | None:
-        self.loss_scale.ids |= {id(param) for param in buffer.params}
         return _FactorStep(self, buffer, report)
 
     def backward_begins(self, *, sync: bool, announced: bool) -> None:
@@ -122,7 +125,17 @@ class GradientFactors(Feature):
             DPFuseError: as `LossScale.begins`, or gradients with a weight cannot have one.
         """
         buckets = self._engine.buckets
-        scale = self.loss_scale.begins(lambda: Gradients(buckets, ()), announced=announced)
+        scale = self.loss_scale.begins(
+            lambda: set(map(id, self._trained())),
+            lambda ids, factor: Gradients(buckets, (), only=ids).multiply(factor),
+            announced=announced,
+        )
+        if not self._window.is_open:
+            # Of the first weight of a model, given inside a window, it is not known what gradients were before.
+            self._keeps_mean = announced and self.weight.reduction == "sum"
+            self._kept_mean.begin()
+        if self._keeps_mean:
+            self._keep_mean(sync=sync)
         if not sync:
             return
         unscales = scale is not None and self._bounded and all(map(_can_unscale, buckets))
@@ -131,8 +144,7 @@ class GradientFactors(Feature):
             # In float64, as torch does: some compilers' division in float32 is off by a digit.
             inverse = scale.to(self._device, torch.float64, non_blocking=True).reciprocal().float()
             self._factor = inverse if self._factor is None else self._factor * inverse
-        self.loss_scale.ids = frozenset(id(param) for bucket in buckets for param in bucket.params)
-        looks = unscales or self.loss_scale.found is not None
+        self._unscales, looks = unscales, unscales or bool(self.loss_scale.unscaled)
         self._found = _Found(max(len(bucket.params) for bucket in buckets) + 1, self._device) if looks else None
         weighs = self.weight.begins(buckets[0].averaging.pre_scale * buckets[0].averaging.post_scale)
         if weighs:
@@ -153,13 +165,34 @@ class GradientFactors(Feature):
             somewhere = report.sums(self._place)[0] != 0
             if report.group.size() > 1 and somewhere.is_cuda:
                 somewhere = somewhere | report.wrong()  # the gradients are spoilt if the ranks do not agree
-            self.loss_scale.unscaled(somewhere.float())
+            ids = frozenset(id(param) for bucket in self._engine.buckets for param in bucket.delivered())
+            self.loss_scale.delivered(ids, somewhere.float(), unscaled=self._unscales)
         self._factor, self._found, self._report, self._handling = None, None, None, 0
         self._window.compares_backwards = True
         multiplier = self.weight.delivered(report)
         if multiplier is not None:
-            Gradients(self._engine.buckets, ()).multiply(multiplier)
+            Gradients.delivered(self._engine.buckets).multiply(multiplier)
         self.weight.hear(wait=self._strict)
+
+    def _trained(self) -> list[Tensor]:
+        return [param for bucket in self._engine.buckets for param in bucket.params if param.requires_grad]
+
+    def _keep_mean(self, *, sync: bool) -> None:
+        """Let a mean that gradients keep survive the division by the sum of the weights."""
+        if not sync:
+            self._kept_mean.note(self._trained())
+        elif self.weight.value is not None and self.weight.reduction == "sum":
+            self._kept_mean.multiply(self._trained(), self.weight.value, self._held())
+
+    def _held(self) -> set[int]:
+        """Return the ids of the parameters of which buckets have accumulated gradients."""
+        return {
+            id(param)
+            for bucket in self._engine.buckets
+            if bucket.parts.feed.held
+            for index, param in zip(bucket.plan.params, bucket.params, strict=True)
+            if index in bucket.parts.feed.held
+        }
 
     @property
     def _device(self) -> torch.device:

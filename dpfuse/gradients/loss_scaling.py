@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Set
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dpfuse.engine.torch_private import leave_untraced
 from dpfuse.errors import DPFuseError
-
-if TYPE_CHECKING:
-    from dpfuse.gradients.norm import Gradients
 
 __all__ = ["LossScale"]
 
@@ -40,20 +37,24 @@ class _Reached(NamedTuple):
 class LossScale:
     """What the gradients of one wrapped model were multiplied with.
 
-    A window goes from one update of the scale to the next, and has one scale. A synchronised backward unscales while
-    it packs; what is accumulated on top of it gets the scale back first, so that a window may have several of them.
+    A window goes from one update of the scale to the next, and has one scale. A synchronised backward unscales what it
+    delivers while it packs. A later backward of the window adds to that, so the gradients get the scale back first. A
+    parameter that is frozen then takes no part, and its gradient stays unscaled.
 
     Attributes:
-        found: of gradients that are unscaled, 1.0 if some rank met NaN or infinite ones, else 0.0, [] float32; None
-            while they are scaled.
-        ids: of the parameters whose gradients are averaged.
-        holders: ids of optimizers that have asked for unscaled gradients and have not used them yet.
+        unscaled: ids of the parameters whose gradients were unscaled in this window, and carry no scale since.
+        fresh: those of them that the last synchronised backward has delivered.
+        found: whether some rank met NaN or infinite values in the fresh ones: 1.0 or 0.0, [] float32; None before the
+            first.
+        holders: for each optimizer, by id, that has asked for unscaled gradients and not used them yet: the ids of its
+            parameters.
     """
 
     def __init__(self) -> None:
+        self.unscaled: frozenset[int] = frozenset()
+        self.fresh: frozenset[int] = frozenset()
         self.found: Tensor | None = None
-        self.ids: frozenset[int] = frozenset()
-        self.holders: set[int] = set()
+        self.holders: dict[int, Set[int]] = {}
         self._reached: _Reached | None = None
         self._window: object = None
 
@@ -63,11 +64,14 @@ class LossScale:
         torch.autograd.Variable._execution_engine.queue_callback(running)
         self._reached = _Reached(weakref.ref(running), scale, window)
 
-    def begins(self, gradients: Callable[[], Gradients], *, announced: bool) -> Tensor | None:
+    def begins(
+        self, trained: Callable[[], Set[int]], multiply: Callable[[Set[int], Tensor], None], *, announced: bool
+    ) -> Tensor | None:
         """A backward reaches the model: the scale of its loss, or None if that has none.
 
         Args:
-            gradients: gives all that are there before it.
+            trained: gives the ids of the parameters that are not frozen.
+            multiply: multiplies the gradients that the parameters with these ids have before the backward.
             announced: by an output of the wrapper, so that nothing has accumulated yet.
 
         Raises:
@@ -80,19 +84,37 @@ class LossScale:
         if reached is None or running is None or running.ended:
             self._reached = None
             return None
-        if self.found is not None and reached.window is self._window:
-            if self.holders or not announced:
-                why = "unscale_() was called" if self.holders else "it went through no output of the wrapped model"
+        if reached.window is not self._window:
+            self.forget()
+            self._window = reached.window
+        joined = self.unscaled & trained() if self.unscaled else frozenset()
+        if joined:
+            asked = any(not joined.isdisjoint(ids) for ids in self.holders.values())
+            if asked or not announced:
+                why = "unscale_() was called" if asked else "it went through no output of the wrapped model"
                 raise DPFuseError(
                     "a backward of a scaled loss accumulates into gradients that a synchronised backward has unscaled, "
                     f"and {why}; expected one synchronised backward for each step, the others inside no_sync(), or "
                     "unscale_() after the last of them and losses of the wrapped model's outputs."
                 )
-            gradients().multiply(reached.scale)
-        self.found = None
-        self._window = reached.window
+            multiply(joined, reached.scale)
+            self.unscaled -= joined
         return reached.scale
 
-    def unscaled(self, found: Tensor) -> None:
-        """A backward has ended after which gradients carry no scale; `found` as the attribute."""
+    def delivered(self, ids: frozenset[int], found: Tensor, *, unscaled: bool) -> None:
+        """A synchronised backward has delivered the gradients of these parameters.
+
+        Args:
+            ids: of the parameters.
+            found: as the attribute.
+            unscaled: whether packing has unscaled them. If not, those that carried no scale still carry none.
+        """
+        if unscaled:
+            self.unscaled |= ids
+        self.fresh = ids & self.unscaled
         self.found = found
+
+    def forget(self) -> None:
+        """Take no gradient for an unscaled one."""
+        self.unscaled = self.fresh = frozenset()
+        self.found = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from functools import reduce
 from numbers import Real
 from typing import Any, NamedTuple, Protocol
@@ -48,9 +48,12 @@ class Gradients:
     Args:
         buckets: of some of the parameters; none of them is in flight.
         others: the parameters that are in none of them.
+        only: ids of the parameters of these buckets whose gradients count; None for all.
     """
 
-    def __init__(self, buckets: Sequence[GradBucket], others: Iterable[nn.Parameter]) -> None:
+    def __init__(
+        self, buckets: Sequence[GradBucket], others: Iterable[nn.Parameter], *, only: Set[int] | None = None
+    ) -> None:
         self._parts: list[_Part] = []
         loose: list[Tensor] = list(others)
         for bucket in buckets:
@@ -58,13 +61,21 @@ class Gradients:
             params = buffer.params
             # Pairs of real numbers and eight-bit blocks are no gradients.
             if not params or buffer.dtype.is_complex or isinstance(buffer.gradients, MxTable):
-                loose += bucket.params
+                loose += _chosen(bucket.params, only)
                 continue
-            self._parts.append(_Part([param.grad for param in params], buffer.gradients))
+            grads = [param.grad if only is None or id(param) in only else None for param in params]
+            self._parts.append(_Part(grads, buffer.gradients))
             if len(params) < len(bucket.params):
                 packed_ids = set(map(id, params))
-                loose += [param for param in bucket.params if id(param) not in packed_ids]
+                loose += [param for param in _chosen(bucket.params, only) if id(param) not in packed_ids]
         self._loose = [param.grad for param in loose if param.grad is not None]
+
+    @classmethod
+    def delivered(cls, buckets: Sequence[GradBucket]) -> Gradients:
+        """Return those that the last backward has delivered. What else a parameter keeps is not of that backward."""
+        if not any(bucket.untouched for bucket in buckets):
+            return cls(buckets, ())
+        return cls(buckets, (), only={id(param) for bucket in buckets for param in bucket.delivered()})
 
     @torch.no_grad()
     def norm(self, order: float, *, error_if_nonfinite: bool = False) -> Tensor:
@@ -276,6 +287,10 @@ def norm_arguments(max_norm: Any, norm_type: Any) -> tuple[float, float]:
     if math.isnan(order):
         raise ValueError("norm_type must be a number such as 2.0 or math.inf, got nan")
     return largest, order
+
+
+def _chosen(params: Sequence[Tensor], only: Set[int] | None) -> Sequence[Tensor]:
+    return params if only is None else [param for param in params if id(param) in only]
 
 
 def _present(grads: Iterable[Tensor | None]) -> list[Tensor]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from dpfuse import DistributedDataParallel, patch
 from dpfuse.errors import DPFuseError
+from dpfuse.gradients.kept_mean import KeptMean
 from dpfuse.gradients.weight import GradientWeight
 
 try:
@@ -34,6 +35,7 @@ class DPFuseAccelerator(Accelerator):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._window_items: Tensor | float = 0  # of the batches that were accumulated and not yet averaged
+        self._kept_mean = KeptMean()  # of one process without a wrapper
         self._prepared: WeakSet[nn.Module] = WeakSet()  # what is trained; accelerate keeps the bare models
 
     def prepare_model(
@@ -90,17 +92,22 @@ class DPFuseAccelerator(Accelerator):
         self._window_items = 0 if synchronises else total
         if synchronises and averaged is not None:
             averaged.set_gradient_weight(total, reduction="sum")
+        if averaged is None:
+            self._kept_mean.note(param for param in model.parameters() if param.requires_grad)
         # What accelerate divides by is multiplied with before.
         summed = loss if reduction == "sum" else loss * num_items
         try:
             super().backward(summed * self.gradient_accumulation_steps, **kwargs)
         except BaseException:
             self._window_items = 0  # the window has to begin again
+            self._kept_mean.begin()
             raise
         if synchronises and averaged is None:
             # The gradient of no item is 0 already.
             divisor = total.where(total != 0, 1) if isinstance(total, Tensor) else total or 1
-            for param in model.parameters():
+            added_to = [param for param in model.parameters() if self._kept_mean.noted(param)]
+            self._kept_mean.multiply(added_to, divisor)
+            for param in added_to:
                 if param.grad is not None:
                     param.grad.div_(divisor)
 

@@ -119,7 +119,7 @@ class Metrics(Feature):
         engine, report = self._engine, self._report
         if report is None or not self._measures:
             return
-        squares = Gradients(engine.buckets, ()).squares()
+        squares = Gradients.delivered(engine.buckets).squares()
         values = torch.cat([squares.view(1), report.sums(self._place).double(), self._weight.sums(report)])
         averaging = engine.buckets[0].averaging
         self._last = _Measured(engine.completed, self._times, values, averaging.pre_scale * averaging.post_scale)

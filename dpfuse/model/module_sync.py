@@ -496,7 +496,7 @@ class ModuleSync:
     def remove_hooks(self) -> None:
         """Leave the module as if it had never been wrapped."""
         self.grads.remove_hooks()
-        self.factors.loss_scale.found = None  # what is wrapped again is unscaled by others
+        self.factors.loss_scale.forget()  # what is wrapped again is unscaled by others
 
     def _plan_residuals(self) -> None:
         if self.error_feedback is not None:
