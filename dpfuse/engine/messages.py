@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from dpfuse.engine.report import Reading
+from dpfuse.engine.report import FROZEN, Reading
 from dpfuse.engine.report_layout import Field
 from dpfuse.errors import DPFuseError
 
@@ -68,10 +68,10 @@ def differing(rank: int, fields: Sequence[Field], reading: Reading) -> str:
     """What to say on `rank` where ranks differ in something that should be equal."""
     field = next((each for each in fields if each.name in reading.differing), None)
     if field is None:
-        return _differently_frozen(rank, reading)
+        return _differently_frozen(rank, reading) if FROZEN in reading.differing else _somehow(rank, fields)
     rest = f"expected the same on every rank. {field.remedy} {CONSEQUENCE}"
-    place = 2 + list(fields).index(field)
-    rows = {other: row[place] for other, row in enumerate(reading.rows) if row[place] >= 0}  # below zero: no inputs
+    place = list(fields).index(field)
+    rows = {other: row.numbers[place] for other, row in enumerate(reading.rows) if row.has_inputs}
     if not rows:
         return f"rank {rank}: this rank {field.words(field.value())}, and another rank does not; {rest}"
     first = min(rows)
@@ -81,11 +81,22 @@ def differing(rank: int, fields: Sequence[Field], reading: Reading) -> str:
 
 
 def _differently_frozen(rank: int, reading: Reading) -> str:
-    counts = [row[-1] for row in reading.rows if row[2] >= 0]
+    counts = [row.frozen for row in reading.rows if row.has_inputs]
     told = f" ({', '.join(map(str, counts))} of them, by rank)" if counts else ""
     return (
         f"rank {rank}: the ranks have frozen different parameters since the module was wrapped{told}; expected the "
         f"same requires_grad on every rank. Freeze and unfreeze the same parameters everywhere. {CONSEQUENCE}"
+    )
+
+
+def _somehow(rank: int, fields: Sequence[Field]) -> str:
+    """What to say on `rank` where ranks differ, and only a hash of all fields tells it."""
+    names = ", ".join(field.name for field in fields)
+    told = " and ".join(field.words(number) for field in fields if (number := field.value()))
+    return (
+        f"rank {rank}: the ranks differ in one of these numbers, or in which parameters they have frozen: {names}. "
+        f"This rank {told or 'has 0 in each of them'}; expected the same on every rank. Compare it with the errors of "
+        f"the other ranks, and do the same everywhere: as many batches inside no_sync(), for example. {CONSEQUENCE}"
     )
 
 

@@ -7,27 +7,28 @@ of ranks, apart from one element per parameter. It is in no plan and counts in n
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from hashlib import blake2s
 from operator import attrgetter, mul
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from dpfuse.comm import collective
+from dpfuse.engine.number_hash import number_hash
 from dpfuse.engine.report_layout import Question, ReportLayout, ReportPlace
 from dpfuse.engine.streams import HostCopy, capturing
 from dpfuse.engine.sync_decision import Window
 from dpfuse_kernels.spoil import any_pair
 
-__all__ = ["ALL_WELL", "Compared", "Guard", "Outcome", "Reading", "Report"]
+__all__ = ["ALL_WELL", "FROZEN", "Compared", "Guard", "Outcome", "Reading", "Report", "Row"]
 
 FLAGS = 2  # the first pairs: a rank has failed, or has changed its module; their first elements say so
 RANK_BITS = 16  # of the number of a rank that failed or has changed
-HASH_BITS = 16  # of the set of frozen parameters
+FROZEN, FROZEN_BITS = "frozen", 2  # the set of frozen parameters, which is compared like a field
+UNTOLD, HASH_BITS = "some field", 32  # the hash of the whole numbers of all fields, which no bit of theirs replaces
 
 Guard = Callable[[Tensor, "tuple[Tensor, Tensor] | None"], None]
 
@@ -53,6 +54,23 @@ class Outcome:
         return not (self.failed or self.late or self.error is not None)
 
 
+class Row(NamedTuple):
+    """What one rank has told.
+
+    Attributes:
+        failed, changed: whether it failed, and whether its model has changed.
+        has_inputs: whether it has inputs: if not, its numbers are not compared.
+        frozen: how many parameters it has frozen.
+        numbers: of each field, and a hash of the set of frozen parameters.
+    """
+
+    failed: bool
+    changed: bool
+    has_inputs: bool
+    frozen: int
+    numbers: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class Reading:
     """What a report says, summed over the ranks.
@@ -62,10 +80,10 @@ class Reading:
         any_changed, any_unchanged: whether a rank has another model than the buckets are for, or the same.
         asked: the questions that a rank asks.
         told: names of the places in which the bits of ranks differ, which is no failure.
-        differing: names of the fields in which ranks differ.
+        differing: names of the fields in which ranks differ. Without rows it is only known that some field differs
+            where the bits that travel of each are equal: it is none of the names of fields then.
         rank: the one rank that failed or has changed; None if there is none, or several, or if it is unknown.
-        rows: for each rank whether it failed, whether its model has changed, and its value of each field, which is -1
-            of a rank without inputs. Empty where they were not gathered.
+        rows: of each rank. Empty where they were not gathered.
     """
 
     any_failed: bool = False
@@ -74,7 +92,7 @@ class Reading:
     any_unchanged: bool = True
     differing: tuple[str, ...] = ()
     rank: int | None = None
-    rows: tuple[tuple[int, ...], ...] = ()
+    rows: tuple[Row, ...] = ()
     asked: tuple[Question, ...] = ()
     told: tuple[str, ...] = ()
 
@@ -86,13 +104,13 @@ class Reading:
     def failed(self) -> list[int]:
         """Return the ranks that failed, as far as they are known."""
         if self.rows:
-            return [rank for rank, row in enumerate(self.rows) if row[0]]
+            return [rank for rank, row in enumerate(self.rows) if row.failed]
         return [] if self.rank is None or not self.any_failed else [self.rank]
 
     def changed(self) -> list[int]:
         """Return the ranks whose model has changed, as far as they are known."""
         if self.rows:
-            return [rank for rank, row in enumerate(self.rows) if row[1]]
+            return [rank for rank, row in enumerate(self.rows) if row.changed]
         return [] if self.rank is None or not self.any_changed else [self.rank]
 
 
@@ -122,10 +140,11 @@ class Report:
     """The report: pairs of elements, then the numbers that features have added up, then one element per parameter.
 
     Each bit that is compared travels as two numbers, b and 1 - b. Over the ranks both sums are above zero exactly
-    where the ranks differ, whatever the dtype, the factor and the number of ranks. A rank without inputs sends zero
-    in both, except in the first pairs, which tell whether it failed, whether it has changed, and what it asks. No rank
-    sends a no to a question, so a yes is no difference. A rank sends the bits of its number only if it failed or has
-    changed.
+    where the ranks differ, whatever the dtype, the factor and the number of ranks. Of the number of a field its lowest
+    bits travel, so that an error can say what differs, and one hash of all numbers beside them. A rank without inputs
+    sends zero in both, except in the first pairs, which tell whether it failed, whether it has changed, and what it
+    asks. No rank sends a no to a question, so a yes is no difference. A rank sends the bits of its number only if it
+    failed or has changed.
 
     A feature may have bits compared that only the device knows. A difference in them is no failure: the feature decides
     what follows.
@@ -163,7 +182,9 @@ class Report:
         self.asked: tuple[Question, ...] = ()
         self.captured = False
         self._flags = FLAGS + len(self._questions)
-        self._ranks = self._flags + sum(each.bits for each in self._fields) + HASH_BITS  # as a place among the pairs
+        self._names = (*(each.name for each in self._fields), FROZEN, UNTOLD)
+        self._widths = (*(each.bits for each in self._fields), FROZEN_BITS, HASH_BITS)
+        self._ranks = self._flags + sum(self._widths)  # as a place among the pairs
         # From here on, places are elements: of compared bits, of numbers that are added up, of parameters.
         start = self._compared = 2 * (self._ranks + RANK_BITS)
         self._starts: dict[ReportPlace, int] = {}
@@ -221,13 +242,10 @@ class Report:
         return source
 
     def _tell(self, values: list[object]) -> None:
-        now = self._pairs_of(values)
-        if self.is_on_cpu:  # one operation, also where most of them change
-            self._source[: len(now)].copy_(torch.tensor(now, dtype=self._source.dtype, device="cpu"))
-        else:
-            for place, (old, new) in enumerate(zip(self._pairs_of(self._values), now, strict=True)):
-                if old != new:
-                    _put(self._source, place, new)
+        pairs = torch.tensor(self._pairs_of(values), dtype=self._source.dtype, device="cpu")
+        late = self._source.is_cuda
+        pairs = pairs.pin_memory() if late else pairs
+        self._source[: pairs.numel()].copy_(pairs, non_blocking=late)  # one operation, for which the host does not wait
         self._values = values
 
     def write_failure(self, packed: Tensor) -> None:
@@ -353,20 +371,23 @@ class Report:
 
     def _pairs_of(self, values: Sequence[object]) -> list[float]:
         """Return the compared pairs of a rank that has not failed."""
-        count = len(self._fields)
-        numbers, asks, (without_inputs, frozen) = values[:count], values[count:-2], values[-2:]
-        bits: list[int] = []
-        for number, each in zip(numbers, self._fields, strict=True):
-            assert isinstance(number, int)
-            bits += _bits(number, each.bits)
-        assert isinstance(frozen, Collection)
-        bits += _bits(_hash(frozen), HASH_BITS)
+        numbers = self._numbers_of(values)
+        numbers.append(number_hash(numbers))
+        bits = [bit for number, width in zip(numbers, self._widths, strict=True) for bit in _bits(number, width)]
         first = [0.0, 1.0, 0.0, 1.0]  # it has not failed, and the model has not changed
-        for asked in asks:
+        for asked in values[len(self._fields) : -2]:
             first += float(bool(asked)), 0.0
+        without_inputs = values[-2]
         if without_inputs:
             return [*first, *[0.0] * (2 * len(bits))]
         return [*first, *(float(number) for bit in bits for number in (bit, 1 - bit))]
+
+    def _numbers_of(self, values: Sequence[object]) -> list[int]:
+        """Return the whole numbers that are compared: of the fields, and of the set of frozen parameters."""
+        frozen = values[-1]
+        assert isinstance(frozen, Collection)
+        numbers = cast("Sequence[int]", values[: len(self._fields)])
+        return [*map(int, numbers), number_hash(sorted(frozen)) if frozen else 0]
 
     def _write_bits(self, packed: Tensor, pair: int, number: int, count: int) -> None:
         for place, bit in enumerate(_bits(number, count), pair):
@@ -375,34 +396,35 @@ class Report:
 
     def _interpret(self, states: list[float]) -> Reading:
         pairs = [(one != 0, other != 0) for one, other in zip(states[::2], states[1::2], strict=True)]
-        differing = [name for name, (one, other) in zip(self._names(), pairs, strict=False) if one and other]
+        names = (name for name, width in zip(self._names, self._widths, strict=True) for _ in range(width))
+        differ = dict.fromkeys(
+            name for name, (one, other) in zip(names, pairs[self._flags :], strict=False) if one and other
+        )
         numbers = pairs[self._ranks :][:RANK_BITS]
         told = {place: pairs[start // 2 :][: place.width] for place, start in self._starts.items() if place.compared}
         single = all(one != other for one, other in numbers)
         return Reading(
             *pairs[0],
             *pairs[1],
-            tuple(name for name in dict.fromkeys(differing) if name),
+            tuple(name for name in differ if name is not UNTOLD) or tuple(differ),
             sum(one << place for place, (one, _) in enumerate(numbers)) if single else None,
             asked=tuple(each for each, (yes, _) in zip(self._questions, pairs[FLAGS:], strict=False) if yes),
             told=tuple(place.name for place, each in told.items() if any(one and other for one, other in each)),
         )
 
-    def _names(self) -> Iterator[str]:
-        yield from [""] * self._flags
-        for each in self._fields:
-            yield from [each.name] * each.bits
-        yield from ["frozen"] * HASH_BITS
-
     def _with_rows(self, reading: Reading, outcome: Outcome) -> Reading:
-        values = [-1 if self._window.without_inputs else each.value() % (1 << each.bits) for each in self._fields]
+        own = [not outcome.well, outcome.changed, not self._values[-2], len(outcome.frozen)]
         row = torch.tensor(
-            [not outcome.well, outcome.changed, *values, len(outcome.frozen)],
-            dtype=torch.int64,
-            device=collective.group_device(self.group),
+            [*own, *self._numbers_of(self._values)], dtype=torch.int64, device=collective.group_device(self.group)
         )
-        rows = tuple(tuple(map(int, each.tolist())) for each in collective.all_gather(row, self.group))
-        return replace(reading, rows=rows)
+        gathered = [each.tolist() for each in collective.all_gather(row, self.group)]
+        rows = tuple(
+            Row(bool(failed), bool(changed), bool(has_inputs), frozen, tuple(numbers))
+            for failed, changed, has_inputs, frozen, *numbers in gathered
+        )
+        columns = zip(*(row.numbers for row in rows if row.has_inputs), strict=True)
+        differing = tuple(name for name, column in zip(self._names, columns, strict=False) if len(set(column)) > 1)
+        return replace(reading, differing=differing, rows=rows)
 
     def _tell_of(self, reading: Reading) -> None:
         """Note what every rank has heard by now."""
@@ -525,12 +547,6 @@ class _Sums:
 
 def _bits(number: int, count: int) -> list[int]:
     return [number >> place & 1 for place in range(count)]
-
-
-def _hash(frozen: Collection[int]) -> int:
-    if not frozen:
-        return 0
-    return int.from_bytes(blake2s(repr(sorted(frozen)).encode(), digest_size=2).digest(), "big") | 1
 
 
 def _put(source: Tensor, place: int, value: float) -> None:

@@ -10,21 +10,21 @@ __all__ = ["Field", "Question", "ReportLayout", "ReportPlace"]
 
 @dataclass(frozen=True)
 class Field:
-    """A small number that all ranks must have in common when gradients are averaged.
+    """A number that all ranks must have in common when gradients are averaged.
 
     Args:
         name: of the field.
-        value: gives the number of this rank; counted modulo `2 ** bits`.
+        value: gives the number of this rank, of at most 63 bits and a sign. All of it is compared.
         words: what a rank with such a number does, as the end of a sentence that begins with the rank.
         remedy: what to do about a difference.
-        bits: how many of them are compared.
+        bits: how many of its lowest bits travel, to say that it is this field in which ranks differ.
     """
 
     name: str
     value: Callable[[], int]
     words: Callable[[int], str]
     remedy: str
-    bits: int = 6
+    bits: int = 2
 
 
 @dataclass(frozen=True, eq=False)

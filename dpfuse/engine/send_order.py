@@ -13,13 +13,12 @@ from itertools import count
 
 import torch.distributed as dist
 
+from dpfuse.engine.number_hash import number_hash
 from dpfuse.engine.report_layout import Field
 
 __all__ = ["SendOrder"]
 
-BITS = 16  # of the number that is compared
-PRIME = 65521  # the largest one below 2 ** BITS
-FACTOR = 17364
+BUCKETS = 1 << 32  # more than a model has
 
 
 class SendOrder:
@@ -90,11 +89,11 @@ class SendOrder:
             return
         if among_others and self.another_is_open:
             self.let_others_send(ended=False)
-        turn = self._number * 251 + place + 1
+        turn = self._number * BUCKETS + place + 1
         if not group.first:
             group.first, group.last = turn, self.key
         elif group.last != self.key:  # else other models have opened, and sent nothing
-            group.told = ((group.told or group.first) * FACTOR + turn) % PRIME
+            group.told = number_hash((group.told or group.first, turn))
             group.last = self.key
         group.turn = self.key  # last, so that nothing is left out after an error
 
@@ -120,7 +119,6 @@ class SendOrder:
             lambda number: f"has sent the buckets of its wrapped models in another order (number {number})",
             "Their gradients are mixed up. Run forwards and backwards of the models in the same order everywhere; "
             "where ranks use different parameters, pass find_unused_parameters=True to all of these wrappers.",
-            bits=BITS,
         )
 
 

@@ -191,6 +191,7 @@ class Window:
                 "Enter no_sync() on all ranks or on none, and for as many batches; where windows are to differ in "
                 "length, call set_gradient_weight() for each. Where one rank would skip a batch, its loss can be "
                 "multiplied by 0; torch.autograd.grad gives gradients that are not to be averaged.",
+                bits=4,
             ),
             Field(
                 "forwards",

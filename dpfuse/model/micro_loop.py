@@ -26,7 +26,6 @@ from dpfuse.errors import DPFuseError
 __all__ = ["MicroLoop", "check_micro_batches", "common_seed", "refuse_without_group", "set_threads"]
 
 THREADS = "DPFUSE_THREADS"  # the variable that asks for more than one thread
-STEP_BITS = 24
 
 
 @dataclass(eq=False)
@@ -97,17 +96,11 @@ class MicroLoop(Feature):
             Field(
                 "micro-batch step",
                 lambda: self.steps,
-                lambda number: f"averages the micro-batches of step {self._near(number)}",
+                lambda number: f"averages the micro-batches of step {number}",
                 "Run one loop over micro_batches() in each step on every rank, and pass the same step where you pass "
                 "one.",
-                bits=STEP_BITS,
             )
         )
-
-    def _near(self, number: int) -> int:
-        """Return the step next to that of this rank whose number ends in these bits."""
-        half = 1 << (STEP_BITS - 1)
-        return self.steps + (number - self.steps + half) % (2 * half) - half
 
     @property
     def in_last(self) -> bool:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
-from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -15,6 +14,7 @@ from torch.autograd.graph import increment_version
 from dpfuse.comm.waiting import READ, STEP, board_of, finish
 from dpfuse.engine.bucket_set import names_of
 from dpfuse.engine.comm_buffer import CommBuffer
+from dpfuse.engine.number_hash import number_hash
 from dpfuse.engine.report_layout import Field
 from dpfuse.engine.sync import GradSync
 from dpfuse.errors import DPFuseError
@@ -34,7 +34,6 @@ from dpfuse.sharded.whole_shard import WholeShard
 __all__ = ["Shards", "refuse_missing"]
 
 Shard = ElementwiseShard | WholeShard
-BITS = 12  # of the number that ranks compare
 
 
 class Shards:
@@ -223,7 +222,7 @@ class Shards:
         ids = set(map(id, params))
         for number, param in enumerate(param for group in self._groups.groups for param in group["params"]):
             if id(param) in ids:
-                self._resets += crc32(str(number).encode())
+                self._resets = (self._resets + number_hash((number,))) % 2**63
                 self._aside.pop(param, None)
         for shard in self._shards:
             places = {place for place, param in enumerate(shard.flat_params.params) if id(param) in ids}
@@ -237,15 +236,15 @@ class Shards:
             self._words,
             "Each rank has one part of each state: delete entries of optimizer.state, and change parameter groups, on "
             "all ranks, in the same way. After a step that has failed on some ranks, load a checkpoint on all ranks.",
-            bits=BITS,
         )
 
     def _number(self) -> int:
         """Return what all ranks must have in common."""
-        return self._resets + crc32(self._groups.changed().encode()) + crc32(str(self._failures).encode())
+        facts = self._resets, self._groups.changed(), self._failures
+        return number_hash(facts) if any(facts) else 0
 
     def _words(self, number: int) -> str:
-        own = self._failure is not None and number == self._number() % 2**BITS
+        own = self._failure is not None and number == self._number()
         why = f": {self._failure}" if own else f" ({number})"
         return f"has reset other states of its ShardedOptimizer, changed its param_groups, or failed in a step{why}"
 

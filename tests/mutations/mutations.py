@@ -58,8 +58,8 @@ ENGINE = (
     Mutation(
         "the report compares how many parameters are frozen and not which",
         "dpfuse/engine/report.py",
-        "bits += _bits(_hash(frozen), HASH_BITS)",
-        "bits += _bits(len(frozen), HASH_BITS)",
+        "number_hash(sorted(frozen)) if frozen else 0]",
+        "len(frozen)]",
         ("tests/unit/test_report.py", AVERAGING + "test_ready_lists.py"),
     ),
     Mutation(
@@ -72,8 +72,8 @@ ENGINE = (
     Mutation(
         "the number for the order of several models forgets the order",
         "dpfuse/engine/send_order.py",
-        "group.told = ((group.told or group.first) * FACTOR + turn) % PRIME",
-        "group.told = ((group.told or group.first) + turn) % PRIME",
+        "group.told = number_hash((group.told or group.first, turn))",
+        "group.told = number_hash(sorted((group.told or group.first, turn)))",
         ("tests/unit/test_send_order.py", AVERAGING + "test_several_models.py"),
     ),
     Mutation(

@@ -84,7 +84,13 @@ def test_another_order_is_told_by_another_number(other):
     usual = told_after([(0, 0), (0, 1), (1, 0), (1, 1)])
     assert usual == told_after([(0, 0), (0, 1), (1, 0), (1, 1)])
     assert usual != told_after(other)
-    assert 0 < usual < 1 << 16
+    assert 0 < usual < 1 << 63
+
+
+def test_the_first_bucket_of_a_model_is_never_a_late_one_of_the_model_before():
+    for place in range(240, 270):
+        assert told_after([(0, place), (1, 0)]) != told_after([(1, 0), (0, place)])
+        assert told_after([(2, 0), (0, place)]) != told_after([(2, 0), (1, place - 251)])
 
 
 def test_models_that_share_no_backward_tell_the_same_number_in_any_order():
