@@ -19,6 +19,7 @@ from dpfuse.model.state_dict import (
     accept_unprefixed,
     check_mapping,
     load_leniently,
+    naming_keys,
     own_names,
     without_prefix,
 )
@@ -173,11 +174,10 @@ class DataParallel(SyncedModule):
         Source: `paddle.DataParallel.set_state_dict`, which only warns of a shape mismatch.
         """
         check_mapping(state_dict, "set_state_dict")
-        expected = self.module.state_dict().keys()
         if not use_structured_name:
             names = own_names(self.module)
             state_dict = {names.get(key, key): value for key, value in state_dict.items()}
-        return load_leniently(self.module, without_prefix(state_dict, expected))
+        return load_leniently(self.module, without_prefix(state_dict, self.module))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As torch does it, for names with or without `module.`, tensors or numpy arrays.
@@ -194,8 +194,9 @@ class DataParallel(SyncedModule):
         Raises:
             RuntimeError: as torch raises it, for a shape mismatch, and for differing keys if `strict`.
         """
-        own = without_prefix(state_dict, self.module.state_dict().keys())
-        return self.module.load_state_dict(own, strict=strict, assign=assign)
+        own = without_prefix(state_dict, self.module)
+        with naming_keys(state_dict, own):
+            return self.module.load_state_dict(own, strict=strict, assign=assign)
 
     def __getattr__(self, name: str) -> Any:
         try:

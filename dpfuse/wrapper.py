@@ -112,6 +112,7 @@ class SyncedModule(nn.Module):
     _sync: ModuleSync | None = _set_by_constructor
     _require_sync: bool = _set_by_constructor
     tuning: Tuned | None = None
+    _prefixed = False  # whether state dicts of this face have the prefix `module.`
     _is_replica = False  # each zero_grad() asks for it: without this, in two modules
     _number: int | None = None  # how many were made for the group before; a copy has that of its original
     _agreed_buffers: Mapping[str, BufferKind] | None = None  # that travel, on which the ranks have settled

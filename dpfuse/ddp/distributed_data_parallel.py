@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -31,7 +31,7 @@ from dpfuse.errors import DPFuseError
 from dpfuse.exclusions import refuse
 from dpfuse.model.module_sync import FaceParts
 from dpfuse.model.options import CommonOptions, SyncOptions, filled, takes_common_options
-from dpfuse.model.state_dict import accept_unprefixed
+from dpfuse.model.state_dict import accept_unprefixed, naming_keys, with_prefix
 from dpfuse.wrapper import SyncedModule
 
 if TYPE_CHECKING:
@@ -97,6 +97,8 @@ class DistributedDataParallel(TorchHooks, Joinable):
 
     Source: `torch.nn.parallel.DistributedDataParallel`.
     """
+
+    _prefixed = True
 
     def __init__(
         self,
@@ -286,6 +288,24 @@ class DistributedDataParallel(TorchHooks, Joinable):
     def join_process_group(self) -> dist.ProcessGroup:
         """The ranks of `Join`."""
         return self.process_group
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As torch's class does it. A state dict of the bare module, without `module.`, is loaded as well.
+
+        Args:
+            state_dict: its own, the bare module's, or that of a wrapper around it, compiled or not.
+            strict: whether missing and unexpected keys raise.
+            assign: whether the tensors themselves become the parameters.
+
+        Returns:
+            A named tuple (missing_keys, unexpected_keys).
+
+        Raises:
+            RuntimeError: as torch raises it, for a shape mismatch, and for differing keys if `strict`.
+        """
+        own = with_prefix(state_dict, self.module) if isinstance(state_dict, Mapping) else state_dict
+        with naming_keys(state_dict, own):
+            return super().load_state_dict(own, strict=strict, assign=assign)
 
     @property
     def broadcast_buffers(self) -> bool:

@@ -29,6 +29,7 @@ __all__ = [
     "dtensor_of",
     "holders_of",
     "hook_tables",
+    "inside_compiled",
     "is_private",
     "leave_untraced",
     "local_tensor_of",
@@ -40,6 +41,7 @@ __all__ = [
     "ranged",
     "ranged_without_graph",
     "set_tracer",
+    "uncompiled",
 ]
 
 
@@ -318,6 +320,22 @@ _owners: Callable[[Tensor], int] = getattr(Tensor, "_use_count", lambda _tensor:
 UNSHARED = _counts_unshared() if hasattr(Tensor, "_use_count") else (1, 2)  # of a tensor that only names refer to
 _REFERENCES = _references_of_one()  # of a gradient that only its parameter has; versions of torch count differently
 COUNTS_REFERENCES = _REFERENCES is not None
+
+
+def inside_compiled(module: torch.nn.Module) -> torch.nn.Module | None:
+    """Return the module that torch.compile has put into this one; None of any other: `_orig_mod` is a name as others.
+
+    To import the class takes seconds; torch.compile has done it.
+    """
+    compiler = sys.modules.get("torch._dynamo.eval_frame")
+    return module._modules["_orig_mod"] if compiler and isinstance(module, compiler.OptimizedModule) else None
+
+
+def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
+    """Return the module inside that of torch.compile, or the module itself."""
+    while (inner := inside_compiled(module)) is not None:
+        module = inner
+    return module
 
 
 def local_tensor_of(tensor: Any) -> Tensor:

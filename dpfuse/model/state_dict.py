@@ -4,39 +4,88 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["PREFIX", "accept_unprefixed", "check_mapping", "load_leniently", "own_names", "without_prefix"]
+from dpfuse.model.key_reading import PREFIX, KeyReading, reading_of
+from dpfuse.model.trial_load import EXTRA_STATE, compared
 
-PREFIX = "module."
-EXTRA_STATE = "_extra_state"  # how torch ends the key of what get_extra_state() returned
+__all__ = [
+    "PREFIX",
+    "accept_unprefixed",
+    "check_mapping",
+    "load_leniently",
+    "naming_keys",
+    "own_names",
+    "with_prefix",
+    "without_prefix",
+]
+
+READ = "dpfuse read the keys"  # in what torch gives a wrapper as its version: its keys are its own already
 
 
-def without_prefix(state_dict: Mapping[str, Any], expected: Iterable[str]) -> OrderedDict[str, Any]:
-    """The same entries under the wrapped module's own names, arrays as tensors; versions of modules are kept.
+def without_prefix(state_dict: Mapping[str, Any], module: nn.Module) -> OrderedDict[str, Any]:
+    """The same entries under the module's own names, arrays as tensors; versions of modules are kept.
 
     Args:
-        state_dict: keys with or without `module.` in front; tensors or numpy arrays.
-        expected: the wrapped module's keys, by which the two forms are told apart.
+        state_dict: of the module or of a wrapper around it, compiled or not; tensors or numpy arrays.
+        module: without the wrapper.
     """
-    known = set(expected)
-    plain = sum(key in known for key in state_dict)
-    prefixed = sum(key.removeprefix(PREFIX) in known for key in state_dict if key.startswith(PREFIX))
-    strip = prefixed > plain
-    own = OrderedDict(
-        (key.removeprefix(PREFIX) if strip else key, _as_tensor(value)) for key, value in state_dict.items()
-    )
-    versions = getattr(state_dict, "_metadata", None)
+    values, versions, reading = _read(state_dict, module, prefixed=False)
+    own = OrderedDict((reading.name(key) or key, value) for key, value in values.items())
     if versions is not None:
-        # The module itself is "module" there, its children "module.…"; the wrapper, "", has no version to lose.
-        inner = {f"{key}.".removeprefix(PREFIX)[:-1]: value for key, value in versions.items() if key or not strip}
-        own._metadata = inner if strip else versions  # type: ignore[attr-defined]
+        own._metadata = reading.versions(versions)  # type: ignore[attr-defined]
     return own
+
+
+def with_prefix(state_dict: Mapping[str, Any], module: nn.Module) -> OrderedDict[str, Any]:
+    """The same entries under the names that a wrapper gives them in which the module is the child `module`.
+
+    Args:
+        state_dict: as for `without_prefix`.
+        module: without the wrapper.
+    """
+    values, versions, reading = _read(state_dict, module, prefixed=True)
+    own = OrderedDict((_prefixed(reading, key), value) for key, value in values.items())
+    named = {_prefixed(reading, f"{key}." if key else key): value for key, value in (versions or {}).items()}
+    own._metadata = {name.removesuffix("."): value for name, value in named.items()}  # type: ignore[attr-defined]
+    own._metadata[""] = {READ: True}  # type: ignore[attr-defined]  # a wrapper has no version to lose
+    return own
+
+
+@contextmanager
+def naming_keys(state_dict: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[None]:
+    """Say in torch's error which names the state dict has where it was read with others.
+
+    Args:
+        state_dict: what a user passed.
+        own: the same entries, as they are loaded.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        for key, name in zip(state_dict, own, strict=False):
+            if key != name:
+                raise RuntimeError(f"{error}\n\tThe state dict has {key!r} where this names {name!r}.") from None
+        raise
+
+
+def _read(
+    state_dict: Mapping[str, Any], module: nn.Module, *, prefixed: bool
+) -> tuple[OrderedDict[str, Any], Mapping[str, Any] | None, KeyReading]:
+    values = OrderedDict((key, _as_tensor(value)) for key, value in state_dict.items())
+    versions = getattr(state_dict, "_metadata", None)
+    return values, versions, reading_of(values, module, versions, prefixed=prefixed)
+
+
+def _prefixed(reading: KeyReading, key: str) -> str:
+    name = reading.name(key)
+    return key if name is None else f"{PREFIX}{name}"
 
 
 def _as_tensor(value: Any) -> Any:
@@ -93,17 +142,14 @@ def load_leniently(module: nn.Module, state_dict: Mapping[str, Any]) -> tuple[li
         ValueError: a shape differs, or no key matches; nothing is loaded then.
     """
     current = module.state_dict(keep_vars=True)
-    unexpected = [key for key in state_dict if key not in current]
-    matching = OrderedDict((key, value) for key, value in state_dict.items() if key in current)
-    loaded = {id(current[key]) for key in matching}
-    missing = [key for key, value in current.items() if key not in matching and id(value) not in loaded]
-    if current and not matching:
+    found = compared(module, state_dict)
+    if current and len(found.unexpected) >= len(state_dict):
         raise ValueError(
-            f"no key of the state dict matches: got {_some(unexpected)}, expected {_some(missing)}. "
+            f"no key of the state dict matches: got {_some(list(state_dict))}, expected {_some(found.missing)}. "
             "Pass the state dict of this model, with or without the 'module.' prefix."
         )
-    for key, value in matching.items():
-        if key.endswith(EXTRA_STATE):
+    for key, value in state_dict.items():
+        if key not in current or key.endswith(EXTRA_STATE):
             continue
         if not isinstance(value, Tensor):
             raise TypeError(f"{key!r} is a {type(value).__name__}; expected a tensor or a numpy array")
@@ -112,13 +158,15 @@ def load_leniently(module: nn.Module, state_dict: Mapping[str, Any]) -> tuple[li
                 f"{key!r} has shape {tuple(value.shape)}, expected {tuple(current[key].shape)}; nothing was "
                 "loaded. Use a state dict of the same architecture."
             )
-    if hasattr(state_dict, "_metadata"):
-        matching._metadata = state_dict._metadata  # type: ignore[attr-defined]
-    module.load_state_dict(matching, strict=False)
-    for what, keys in (("missing", missing), ("unexpected", unexpected)):
+    if found.errors:
+        raise ValueError(f"{found.errors[0]}; nothing was loaded. Use a state dict of the same architecture.")
+    loaded = {id(value) for key, value in current.items() if key not in found.missing}
+    missing = [key for key in found.missing if key not in current or id(current[key]) not in loaded]
+    module.load_state_dict(state_dict, strict=False)
+    for what, keys in (("missing", missing), ("unexpected", found.unexpected)):
         if keys:
             warnings.warn(f"set_state_dict: {what} keys: {_some(keys)}", stacklevel=3)
-    return missing, unexpected
+    return missing, found.unexpected
 
 
 def _some(keys: list[str]) -> str:
@@ -126,15 +174,19 @@ def _some(keys: list[str]) -> str:
     return f"{shown} and {len(keys) - 10} more" if len(keys) > 10 else shown or "nothing"
 
 
-def accept_unprefixed(wrapper: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+def accept_unprefixed(
+    wrapper: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Mapping[str, Any], *_: Any
+) -> None:
     """A hook before loading: names of the bare module get the prefix that the wrapper, one level more, expects.
 
     Args:
         wrapper: whose child `module` the names belong to.
         state: changed in place.
         prefix: of the wrapper's own names in `state`.
+        local_metadata: of the wrapper.
     """
-    ours = {key: state.pop(key) for key in list(state) if key.startswith(prefix)}
-    stripped = {key.removeprefix(prefix): value for key, value in ours.items()}
-    inner = without_prefix(stripped, wrapper.get_submodule("module").state_dict().keys())
-    state.update({f"{prefix}{PREFIX}{key}": value for key, value in inner.items()})
+    if local_metadata.get(READ):
+        return
+    ours = OrderedDict((key.removeprefix(prefix), state.pop(key)) for key in list(state) if key.startswith(prefix))
+    values, _, reading = _read(ours, wrapper.get_submodule("module"), prefixed=wrapper._prefixed)  # type: ignore[arg-type]
+    state.update((f"{prefix}{_prefixed(reading, key)}", value) for key, value in values.items())

@@ -345,9 +345,11 @@ def test_loading_leaves_the_given_dict_alone():
 
 
 def test_prefixes_are_told_apart_by_what_fits():
-    one = {"module.weight": 1}
-    assert without_prefix(one, ["weight"]) == {"weight": 1}
-    assert without_prefix(one, ["module.weight"]) == {"module.weight": 1}
-    assert without_prefix({"module.other": 1, "weight": 2}, ["weight"]) == {"module.other": 1, "weight": 2}
-    value = without_prefix({"weight": np.ones(2, dtype=np.float32)}, ["weight"])["weight"]
+    one, other = nn.Linear(2, 2, bias=False), HasModule()
+    prefixed = {"module.weight": 1}
+    assert without_prefix(prefixed, one) == {"weight": 1}
+    assert without_prefix(prefixed, other) == prefixed
+    both = {"module.other": 1, "weight": 2}
+    assert without_prefix(both, one) == both
+    value = without_prefix({"weight": np.ones(2, dtype=np.float32)}, one)["weight"]
     assert torch.equal(value, torch.ones(2))
