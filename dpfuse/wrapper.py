@@ -24,7 +24,7 @@ from dpfuse.comm.waiting import board_of, leave, wait_for_first_rank
 from dpfuse.engine.events import Watcher
 from dpfuse.engine.plan import MB, BucketPlan
 from dpfuse.engine.reducer import Reducer
-from dpfuse.engine.torch_private import leave_untraced, set_tracer
+from dpfuse.engine.torch_private import inside_compiled, leave_untraced, set_tracer, uncompiled
 from dpfuse.engine.user_line import warn_at_user
 from dpfuse.errors import DPFuseError
 from dpfuse.exclusions import refuse
@@ -46,7 +46,16 @@ from dpfuse.stopping.deadline import deadline
 from dpfuse.stopping.knowledge import own_reason, tell_program
 from dpfuse.stopping.reason import StopReason
 
-__all__ = ["SyncedModule", "Tuned", "loss_scale_of", "sync_of", "time_communication"]
+__all__ = [
+    "SyncedModule",
+    "Tuned",
+    "bare_module",
+    "loss_scale_of",
+    "sync_of",
+    "time_communication",
+    "wrapper_of",
+    "wrappers_in",
+]
 
 TRACE = "DPFUSE_TRACE"  # the variable that asks for a trace; its package is imported only then
 log = logging.getLogger("dpfuse.plan")
@@ -806,8 +815,7 @@ def _warn_of_wrappers_inside(module: nn.Module, ignored: Collection[str]) -> Non
         ignored: parameters that its wrapper leaves alone.
     """
     for name, inner in module.named_modules():
-        averages = isinstance(inner, (SyncedModule, nn.parallel.DistributedDataParallel))
-        if not averages and not hasattr(type(inner), "replicated_by"):
+        if wrapper_of(inner) is None and not isinstance(inner, nn.parallel.DistributedDataParallel):
             continue
         if any(param not in ignored for param, _ in inner.named_parameters(prefix=name)):
             where = f"its part {name!r}" if name else "it"
@@ -818,6 +826,38 @@ def _warn_of_wrappers_inside(module: nn.Module, ignored: Collection[str]) -> Non
                 "if a library such as accelerate wraps it, and not after dpfuse.replicate()."
             )
             return
+
+
+def wrapper_of(model: nn.Module) -> SyncedModule | None:
+    """Return the wrapper that averages a module's gradients; None if none of dpfuse does.
+
+    Args:
+        model: the wrapper itself, a module after `dpfuse.replicate`, or what torch.compile made of one of these.
+    """
+    model = uncompiled(model)
+    if hasattr(type(model), "replicated_by"):
+        model = model.replicated_by  # type: ignore[assignment]
+    return model if isinstance(model, SyncedModule) else None
+
+
+def bare_module(model: nn.Module) -> nn.Module:
+    """Return the module without wrappers: its names do not depend on how it is trained."""
+    while True:
+        if isinstance(model, (SyncedModule, nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            model = model.module
+        elif (inner := inside_compiled(model)) is not None:
+            model = inner
+        else:
+            return model
+
+
+def wrappers_in(model: nn.Module, name: str = "") -> dict[str, SyncedModule]:
+    """Return the wrappers of a model and of its parts, by the name of what each wraps in the bare model."""
+    own = wrapper_of(model)
+    found = {} if own is None else {name: own}
+    for child_name, child in bare_module(model).named_children():
+        found |= wrappers_in(child, f"{name}.{child_name}" if name else child_name)
+    return found
 
 
 def sync_of(model: SyncedModule, caller: str) -> ModuleSync | None:
@@ -853,10 +893,10 @@ def check_wrapped(model: object, caller: str) -> None:
     """
     if not isinstance(model, SyncedModule):
         inner = ", whose `_orig_mod` may be one" if hasattr(model, "_orig_mod") else ""
-        raise TypeError(
-            f"{caller}: model must be wrapped by dpfuse, got {type(model).__name__}{inner}. Pass the result of "
-            "dpfuse.DistributedDataParallel(module) or dpfuse.DataParallel(module)."
-        )
+        remedy = "the result of dpfuse.DistributedDataParallel(module) or dpfuse.DataParallel(module)"
+        if hasattr(type(model), "replicated_by"):
+            remedy = "its replicated_by"
+        raise TypeError(f"{caller}: model must be wrapped by dpfuse, got {type(model).__name__}{inner}. Pass {remedy}.")
 
 
 @contextmanager

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from dpfuse.comm import votes
 from dpfuse.engine.phase import IDLE
@@ -19,7 +18,7 @@ from dpfuse.wrapper import SyncedModule
 __all__ = ["saved_plan", "use_saved_plan"]
 
 
-def saved_plan(model: nn.Module) -> dict[str, Any] | None:
+def saved_plan(model: SyncedModule) -> dict[str, Any] | None:
     """Return the buckets that a resumed training is to begin with; None where it makes the same ones by itself."""
     grads = _planned_again(model)
     if grads is None or not (grads.reducer.rebuilt or grads.plan.tuned):
@@ -27,23 +26,24 @@ def saved_plan(model: nn.Module) -> dict[str, Any] | None:
     return {"made_for": _made_for(grads.plan), "buckets": [list(bucket.params) for bucket in grads.plan.buckets]}
 
 
-def use_saved_plan(model: nn.Module, saved: dict[str, Any], group: dist.ProcessGroup) -> None:
+def use_saved_plan(model: SyncedModule | None, saved: dict[str, Any], group: dist.ProcessGroup) -> None:
     """Use these buckets from the first backward on. Call it on every rank, of as many as have saved them.
 
     Where a rank cannot use them, since its model or its options differ or a backward has planned its buckets already,
     all ranks keep their own.
 
     Args:
-        model: before its first backward.
+        model: before its first backward; None on a rank that has no such model.
         saved: what `saved_plan` has returned.
         group: of the model.
 
     Raises:
         DPFuseError: a rank has no memory for them; on every rank.
     """
-    grads = _planned_again(model)
+    grads = None if model is None else _planned_again(model)
     usable = (
         grads is not None
+        and grads.group is group
         and not (grads.reducer.rebuilt or grads.reducer.change)
         and grads.reducer.phase is IDLE
         and saved["made_for"] == _made_for(grads.plan)
@@ -54,9 +54,9 @@ def use_saved_plan(model: nn.Module, saved: dict[str, Any], group: dist.ProcessG
         grads.use_plan(replace(grads.plan, buckets=plan.buckets, tuned=True))
 
 
-def _planned_again(model: nn.Module) -> GradSync | None:
+def _planned_again(model: SyncedModule) -> GradSync | None:
     """The engine of a model whose buckets are planned again after its first backward."""
-    if not isinstance(model, SyncedModule) or model._sync is None:
+    if model._sync is None:
         return None
     options, grads = model._options, model._sync.grads
     is_tuned = options.autotune or model.tuning is not None or not options.follows_rule

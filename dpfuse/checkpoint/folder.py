@@ -55,10 +55,15 @@ def write_step(folder: Path, step: int, content: Mapping[str, Any], keep: int | 
         keep: the number of files to keep; None keeps all.
 
     Raises:
-        ValueError: the folder has a later step.
+        ValueError: the folder has a later step, or is a file.
         TypeError: an entry of `content` cannot be loaded with `weights_only=True`.
         OSError: the disk is full, or fails otherwise.
     """
+    if NAME.fullmatch(folder.name) or folder.is_file():
+        raise ValueError(
+            f"folder: got {folder}, which is {'a file' if folder.is_file() else 'the name of a file'}, expected a "
+            "folder. Pass the folder of the checkpoints: save_checkpoint names each file by its step."
+        )
     if not folder.is_dir():
         folder.mkdir(parents=True, exist_ok=True)
         _flush_folder(folder.parent)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
-
 from dpfuse.engine.user_line import warn_at_user
 from dpfuse.model.machine_kind import machine_kind
 from dpfuse.model.micro_loop import MicroLoop
@@ -15,7 +13,7 @@ from dpfuse.wrapper import SyncedModule
 __all__ = ["check_micro_batches", "saved_micro_batches", "use_micro_batches"]
 
 
-def saved_micro_batches(model: nn.Module) -> dict[str, Any] | None:
+def saved_micro_batches(model: SyncedModule) -> dict[str, Any] | None:
     """Return what a resumed training needs to have the same bits; None of a model without fixed micro-batches."""
     loop = _loop_of(model)
     if loop is None:
@@ -24,7 +22,7 @@ def saved_micro_batches(model: nn.Module) -> dict[str, Any] | None:
     return {"count": loop.deal.count, "seed": loop.seed, "steps": loop.steps, "threads": loop.threads, "machine": kind}
 
 
-def check_micro_batches(model: nn.Module, saved: Mapping[str, Any] | None) -> bool:
+def check_micro_batches(model: SyncedModule, saved: Mapping[str, Any] | None) -> bool:
     """Check that a training can go on as it was saved. Warn where the machine is of another kind.
 
     Returns:
@@ -60,12 +58,12 @@ def check_micro_batches(model: nn.Module, saved: Mapping[str, Any] | None) -> bo
     return True
 
 
-def use_micro_batches(model: nn.Module, saved: Mapping[str, Any]) -> None:
+def use_micro_batches(model: SyncedModule, saved: Mapping[str, Any]) -> None:
     """Go on with the seeds of a saved training, at the step that comes next."""
     loop = _loop_of(model)
     assert loop is not None
     loop.seed, loop.steps = saved["seed"], saved["steps"]
 
 
-def _loop_of(model: nn.Module) -> MicroLoop | None:
-    return model._sync.micro_loop if isinstance(model, SyncedModule) and model._sync is not None else None
+def _loop_of(model: SyncedModule) -> MicroLoop | None:
+    return None if model._sync is None else model._sync.micro_loop

@@ -25,7 +25,6 @@ from dpfuse.checkpoint.micro_batches import check_micro_batches, saved_micro_bat
 from dpfuse.checkpoint.random_state import get_random_state, seed_from, set_random_state
 from dpfuse.checkpoint.training_state import (
     Stateful,
-    bare_module,
     check_fit,
     optimizer_class,
     refuse_divided,
@@ -34,12 +33,14 @@ from dpfuse.checkpoint.training_state import (
 )
 from dpfuse.comm import collective, votes
 from dpfuse.data.position import integer
+from dpfuse.engine.torch_private import uncompiled
 from dpfuse.engine.user_line import warn_at_user
 from dpfuse.errors import DPFuseError, WeightsWarning
 from dpfuse.findings import WEIGHTS
+from dpfuse.model.state_dict import without_prefix
 from dpfuse.stopping.deadline import deadline
 from dpfuse.weights.finding import tell_known
-from dpfuse.wrapper import SyncedModule
+from dpfuse.wrapper import SyncedModule, bare_module, wrapper_of, wrappers_in
 
 __all__ = ["Checkpoint", "load_checkpoint", "save_checkpoint"]
 
@@ -114,16 +115,15 @@ def save_checkpoint(
     """
     what = "save_checkpoint"
     group = _group_of(model, group)
-    sync = model._sync if isinstance(model, SyncedModule) else None
-    if sync is not None and sync.weights is not None and group is sync.grads.group:
-        sync.weights.settle()  # before weights are saved that a rank suspects
-    if sync is not None and (known := sync.differing_weights):
-        warn_at_user(WeightsWarning(tell_known(sync.grads.group.rank(), known), WEIGHTS))
-
-    if any(
-        isinstance(each, SyncedModule) and each._sync is not None and each._sync.open_window.holds_gradients()
-        for each in model.modules()
-    ):
+    place = Path(folder).expanduser()
+    wrappers = wrappers_in(model)
+    syncs = [wrapper._sync for wrapper in wrappers.values() if wrapper._sync is not None]
+    for sync in syncs:
+        if sync.weights is not None and group is sync.grads.group:
+            sync.weights.settle()  # before weights are saved that a rank suspects
+        if known := sync.differing_weights:
+            warn_at_user(WeightsWarning(tell_known(sync.grads.group.rank(), known), WEIGHTS))
+    if any(sync.open_window.holds_gradients() for sync in syncs):
         warn_at_user(
             "save_checkpoint() was called while a window of no_sync() is open: gradients have accumulated that no step "
             "has used, and a checkpoint holds none, so a training that goes on from it lacks them. Save after "
@@ -146,7 +146,7 @@ def save_checkpoint(
 
     def write() -> Path:
         if group is not None and group.rank() != 0:
-            return step_path(Path(folder), number)
+            return step_path(place, number)
         content: dict[str, Any] = {"step": number, "model": bare_module(model).state_dict()}
         for name, value in (("scheduler", scheduler), ("scaler", scaler)):
             if value is not None:
@@ -155,11 +155,11 @@ def save_checkpoint(
             content |= {"optimizer": state, "optimizer_type": optimizer_class(optimizer)}
         if extra is not None:
             content["extra"] = extra
-        if (plan := saved_plan(_wrapper_in(model))) is not None:
-            content["plan"] = plan
-        if (micro_batches := saved_micro_batches(_wrapper_in(model))) is not None:
-            content["micro_batches"] = micro_batches
-        return write_step(Path(folder), number, {**content, "ranks": parts}, keep)
+        saved = {name: _saved_of(wrapper) for name, wrapper in wrappers.items()}
+        content |= saved.pop("", {})
+        if saved:
+            content["parts"] = saved
+        return write_step(place, number, {**content, "ranks": parts}, keep)
 
     return _together(write, group, what)
 
@@ -210,6 +210,8 @@ def load_checkpoint(
     """
     what = "load_checkpoint"
     group = _group_of(model, group)
+    wrappers = wrappers_in(model)
+    place = Path(path).expanduser()
     parts = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     asked = {name: value for name, value in parts.items() if value is not None}
     with_random = optimizer is not None if random_state is None else random_state
@@ -218,8 +220,7 @@ def load_checkpoint(
         refuse_divided(model, what)
         if group is not None and group.rank() != 0:
             return None
-        place = Path(path)
-        if place.suffix == SUFFIX:
+        if place.suffix == SUFFIX and not place.is_dir():
             return place, read_whole(place)
         if place.is_file():
             raise ValueError(f"path: got the file {place}, expected a folder, or a file whose name ends in {SUFFIX}")
@@ -227,21 +228,30 @@ def load_checkpoint(
 
     found = _together(find, group, what, lambda _: f"loads {sorted(asked)}, random_state={with_random}")
     chosen = None if found is None else found[0]
-    data = None if group is None else _send(chosen, group)
+    in_folder = chosen is not None and chosen != place
+    data, in_folder = (None, in_folder) if group is None else _send(chosen, in_folder, group)
     if found is None and data is None:
         return Checkpoint(0, None)
 
-    def read() -> tuple[dict[str, Any], dict[str, Any], bool]:
+    def read() -> tuple[dict[str, Any], dict[str, Any], list[str]]:
         if data is not None:
             content = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         else:
             assert found is not None
             content = found[1]
+        content["model"] = without_prefix(content["model"], bare_module(model))
         check_fit(content, bare_module(model), asked)
-        fixed = check_micro_batches(_wrapper_in(model), content.get("micro_batches"))
-        return content, _own_part(content["ranks"], group, sampler, with_random, same_states=fixed), fixed
+        saved = _saved_by_wrapper(content)
+        fixed = [
+            name
+            for name, wrapper in wrappers.items()
+            if check_micro_batches(wrapper, saved.get(name, {}).get("micro_batches"))
+        ]
+        same_states = bool(fixed) and len(fixed) == len(wrappers)
+        return content, _own_part(content["ranks"], group, sampler, with_random, same_states=same_states), fixed
 
     content, own, fixed = _together(read, group, what)
+    saved = _saved_by_wrapper(content)
 
     def apply() -> Checkpoint:
         bare_module(model).load_state_dict(content["model"])
@@ -253,20 +263,31 @@ def load_checkpoint(
             set_random_state(own["random"])
         elif with_random:
             seed_from(own["of_first"], 0 if group is None else group.rank())
-        for module in model.modules():
-            if isinstance(module, SyncedModule) and module.error_feedback is not None:
-                module.error_feedback.reset()
-        if fixed:
-            use_micro_batches(_wrapper_in(model), content["micro_batches"])
-        where = Path(path) if Path(path).suffix == SUFFIX else step_path(Path(path), content["step"])
+        for wrapper in wrappers.values():
+            if wrapper.error_feedback is not None:
+                wrapper.error_feedback.reset()
+        for name in fixed:
+            use_micro_batches(wrappers[name], saved[name]["micro_batches"])
+        where = step_path(place, content["step"]) if in_folder else place
         return Checkpoint(content["step"], where, content.get("extra"))
 
     loaded = _together(apply, group, what)
-    if "plan" in content and group is not None and group.size() == len(content["ranks"]):
-        wrapper = _wrapper_in(model)
-        if isinstance(wrapper, SyncedModule) and wrapper._group is group:
-            use_saved_plan(wrapper, content["plan"], group)
+    if group is not None and group.size() == len(content["ranks"]):
+        for name, of_wrapper in saved.items():
+            if "plan" in of_wrapper:
+                use_saved_plan(wrappers.get(name), of_wrapper["plan"], group)
     return loaded
+
+
+def _saved_of(wrapper: SyncedModule) -> dict[str, Any]:
+    """What a file has of a wrapper."""
+    saved = {"plan": saved_plan(wrapper), "micro_batches": saved_micro_batches(wrapper)}
+    return {name: value for name, value in saved.items() if value is not None}
+
+
+def _saved_by_wrapper(content: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What a file has of each wrapper, by the name of what it wraps; that of the whole model is not set apart."""
+    return {"": content, **content.get("parts", {})}
 
 
 def _together(
@@ -305,18 +326,12 @@ def _together(
     return result
 
 
-def _wrapper_in(model: nn.Module) -> nn.Module:
-    """The module inside that of `torch.compile`, or the model itself."""
-    inner = model._modules.get("_orig_mod")
-    return model if inner is None else inner
-
-
 def _group_of(model: nn.Module, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    model = _wrapper_in(model)
-    if group is None and isinstance(model, SyncedModule):
-        return model._group
-    if group is None and isinstance(model, TorchDistributedDataParallel):
-        return model.process_group
+    wrapper, inner = wrapper_of(model), uncompiled(model)
+    if group is None and wrapper is not None:
+        return wrapper._group
+    if group is None and isinstance(inner, TorchDistributedDataParallel):
+        return inner.process_group
     return collective.resolve_group(group)
 
 
@@ -339,28 +354,38 @@ def _gather(own: bytes, group: dist.ProcessGroup | None) -> list[Tensor]:
     return [row[:size].cpu().clone() for row, size in zip(rows, sizes, strict=True)]
 
 
-def _send(path: Path | None, group: dist.ProcessGroup) -> bytearray | None:
-    """Send the file of rank 0; return its bytes on the other ranks, or None if rank 0 has no file."""
+def _send(path: Path | None, in_folder: bool, group: dist.ProcessGroup) -> tuple[bytearray | None, bool]:
+    """Send the file of rank 0.
+
+    Args:
+        path: of the file, on rank 0; None if it has none.
+        in_folder: whether rank 0 has found it in the folder that was named.
+        group: of the ranks.
+
+    Returns:
+        Its bytes on the other ranks, or None if rank 0 has no file; `in_folder` of rank 0.
+    """
     device = collective.group_device(group)
+    facts = torch.zeros(2, dtype=torch.int64, device=device)
     if group.rank() == 0:
-        size = torch.tensor(-1 if path is None else path.stat().st_size, device=device)
-        collective.broadcast(size, group)
+        facts = torch.tensor([-1 if path is None else path.stat().st_size, in_folder], device=device)
+    collective.broadcast(facts, group)
+    size, in_folder = int(facts[0]), bool(facts[1])
+    if group.rank() == 0:
         if path is not None:
             with open(path, "rb") as file:
                 while piece := file.read(PIECE):
                     collective.broadcast(torch.frombuffer(bytearray(piece), dtype=torch.uint8).to(device), group)
-        return None
-    size = torch.tensor(0, device=device)
-    collective.broadcast(size, group)
+        return None, in_folder
     if size < 0:
-        return None
-    data = bytearray(int(size))
+        return None, in_folder
+    data = bytearray(size)
     whole = torch.frombuffer(data, dtype=torch.uint8)
     for part in whole.split(PIECE):
         wire = torch.empty_like(part, device=device)
         collective.broadcast(wire, group)
         part.copy_(wire)
-    return data
+    return data, in_folder
 
 
 def _read_part(part: Tensor) -> dict[str, Any]:

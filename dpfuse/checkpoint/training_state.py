@@ -6,13 +6,11 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from torch import Tensor, nn
-from torch.nn.parallel import DataParallel as TorchDataParallel
-from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
 from dpfuse.engine.local_part import is_divided
-from dpfuse.wrapper import SyncedModule
+from dpfuse.model.trial_load import compared
 
-__all__ = ["Stateful", "bare_module", "check_fit", "refuse_divided", "sampler_state", "set_sampler_state"]
+__all__ = ["Stateful", "check_fit", "refuse_divided", "sampler_state", "set_sampler_state"]
 
 
 class Stateful(Protocol):
@@ -21,17 +19,6 @@ class Stateful(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
-
-
-def bare_module(model: nn.Module) -> nn.Module:
-    """Return the module without wrappers: its names do not depend on how it is trained."""
-    while True:
-        if isinstance(model, (SyncedModule, TorchDistributedDataParallel, TorchDataParallel)):
-            model = model.module
-        elif isinstance(compiled := model._modules.get("_orig_mod"), nn.Module):
-            model = compiled  # the module inside torch.compile's
-        else:
-            return model
 
 
 def refuse_divided(model: nn.Module, what: str) -> None:
@@ -91,8 +78,10 @@ def check_fit(content: Mapping[str, Any], model: nn.Module, asked: Mapping[str, 
         ValueError: it does not fit, or has no such part.
     """
     saved, expected = content["model"], model.state_dict()
-    problems = [f"{name!r} is missing in the file" for name in expected if name not in saved]
-    problems += [f"{name!r} is not in the model" for name in saved if name not in expected]
+    found = compared(model, saved)
+    problems = [f"{name!r} is missing in the file" for name in found.missing]
+    problems += [f"{name!r} is not in the model" for name in found.unexpected]
+    problems += found.errors
     for name, value in expected.items():
         if isinstance(value, Tensor) and name in saved and value.shape != saved[name].shape:
             shapes = f"{tuple(saved[name].shape)} in the file, expected {tuple(value.shape)}"

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dpfuse import DistributedDataParallel, patch
+from dpfuse.engine.torch_private import uncompiled
 from dpfuse.errors import DPFuseError
 from dpfuse.gradients.kept_mean import KeptMean
 from dpfuse.gradients.weight import GradientWeight
@@ -85,7 +86,7 @@ class DPFuseAccelerator(Accelerator):
         place = num_items.device if isinstance(num_items, Tensor) else torch.device("cpu")
         GradientWeight.checked(num_items, reduction, place)
         model = self._model()
-        wrapped = getattr(model, "_orig_mod", model)
+        wrapped = uncompiled(model)
         averaged = wrapped if isinstance(wrapped, DistributedDataParallel) else None
         synchronises = self.sync_gradients if averaged is None else averaged.require_backward_grad_sync
         total = self._window_items + (num_items.detach() if isinstance(num_items, Tensor) else num_items)
@@ -128,7 +129,7 @@ class DPFuseAccelerator(Accelerator):
                 "step. Leave sync_each_batch out of the GradientAccumulationPlugin."
             )
         (model,) = self._prepared
-        if self.num_processes > 1 and not isinstance(getattr(model, "_orig_mod", model), DistributedDataParallel):
+        if self.num_processes > 1 and not isinstance(uncompiled(model), DistributedDataParallel):
             raise DPFuseError(
                 f"backward() was given num_items for a {type(model).__name__}, expected that prepare() has wrapped it "
                 "in dpfuse.DistributedDataParallel. Use no other plugin, and let prepare() wrap the bare model."

@@ -12,10 +12,11 @@ from typing import Any
 from torch import nn
 
 from dpfuse import stop_on_signals
+from dpfuse.engine.torch_private import uncompiled
 from dpfuse.errors import DPFuseError
 from dpfuse.stopping.deadline import GRACE
 from dpfuse.stopping.knowledge import own_reason, tell_program
-from dpfuse.wrapper import SyncedModule
+from dpfuse.wrapper import wrapper_of
 
 __all__ = ["GRACE", "USUAL", "FitStopping", "Signals", "check", "install", "listed", "stop_requested"]
 
@@ -40,10 +41,10 @@ def check(model: nn.Module, ranks: int) -> None:
     Raises:
         DPFuseError: there are several, and another library averages their gradients.
     """
-    wrapped = _wrapper(model)
-    if ranks > 1 and not isinstance(wrapped, SyncedModule):
+    if ranks > 1 and wrapper_of(model) is None:
         raise DPFuseError(
-            f"StopTogether was given to a Trainer of {ranks} ranks whose model is a {type(wrapped).__name__}, expected "
+            f"StopTogether was given to a Trainer of {ranks} ranks whose model is a "
+            f"{type(uncompiled(model)).__name__}, expected "
             'a wrapper of dpfuse, which tells all ranks of a stop. Pass strategy="dpfuse" to the Trainer of Lightning, '
             "and call that of transformers under dpfuse.patch()."
         )
@@ -51,15 +52,10 @@ def check(model: nn.Module, ranks: int) -> None:
 
 def stop_requested(model: nn.Module) -> bool:
     """Whether a rank has asked all ranks to stop."""
-    wrapped = _wrapper(model)
-    if isinstance(wrapped, SyncedModule):
-        return wrapped.stop_requested
+    wrapper = wrapper_of(model)
+    if wrapper is not None:
+        return wrapper.stop_requested
     return tell_program(own_reason()) is not None  # one rank, which may be one of a larger job
-
-
-def _wrapper(model: nn.Module) -> nn.Module:
-    wrapped: nn.Module = getattr(model, "_orig_mod", model)
-    return wrapped
 
 
 def _do_nothing(number: int, frame: FrameType | None) -> None:

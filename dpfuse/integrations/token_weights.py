@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler
 
 from dpfuse import DistributedDataParallel, patch
+from dpfuse.engine.torch_private import uncompiled
 from dpfuse.engine.user_line import warn_at_user
 from dpfuse.errors import DPFuseError
 
@@ -116,7 +117,7 @@ class TokenWeights:
         return None if scaled else batches
 
     def _weigh(self, items: Tensor) -> None:
-        model = getattr(self.model_wrapped, "_orig_mod", self.model_wrapped)
+        model = uncompiled(self.model_wrapped)
         if isinstance(model, DistributedDataParallel):
             model.set_gradient_weight(items)
         elif self.accelerator.num_processes > 1:

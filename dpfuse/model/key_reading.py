@@ -98,7 +98,7 @@ def reading_of(
         if takes_prefix or counts.count((0, 0)) != 1:
             with suppress(Exception):  # of a hook
                 counts = [_after_hooks(reading, state, versions) for reading in readings]
-        usual = prefixed or not takes_prefix and all(key.startswith(PREFIX) for key in state)
+        usual = prefixed or (not takes_prefix and all(key.startswith(PREFIX) for key in state))
     ranks = [(*count, reading.unwrapped != usual) for count, reading in zip(counts, readings, strict=True)]
     return readings[ranks.index(min(ranks))]
 
@@ -112,9 +112,7 @@ def _others(state: Mapping[str, Any], module: nn.Module, prefixed: bool) -> list
     return others + [KeyReading(module, way, recompiled=True) for way in (prefixed, not prefixed) if recompiles]
 
 
-def _after_hooks(
-    reading: KeyReading, state: Mapping[str, Any], versions: Mapping[str, Any] | None
-) -> tuple[int, int]:
+def _after_hooks(reading: KeyReading, state: Mapping[str, Any], versions: Mapping[str, Any] | None) -> tuple[int, int]:
     """Count the keys that are unexpected and the names that are missing, after the module's own hooks."""
     named = {name: value for key, value in state.items() if (name := reading.name(key)) is not None}
     found = misfits(reading.module, named, None if versions is None else reading.versions(versions))

@@ -188,5 +188,6 @@ def accept_unprefixed(
     if local_metadata.get(READ):
         return
     ours = OrderedDict((key.removeprefix(prefix), state.pop(key)) for key in list(state) if key.startswith(prefix))
-    values, _, reading = _read(ours, wrapper.get_submodule("module"), prefixed=wrapper._prefixed)  # type: ignore[arg-type]
+    module, prefixed = wrapper.get_submodule("module"), bool(wrapper._prefixed)
+    values, _versions, reading = _read(ours, module, prefixed=prefixed)
     state.update((f"{prefix}{_prefixed(reading, key)}", value) for key, value in values.items())

@@ -88,15 +88,15 @@ def _stand_in(module: nn.Module, made: dict[int, nn.Module]) -> nn.Module:
     def own(value: Any) -> Any:
         return MethodType(value.__func__, twin) if ismethod(value) and value.__self__ is module else value
 
+    def of_twin(hook: Any) -> Any:
+        return type(hook)(hook.hook, twin) if getattr(hook, "with_module", False) else own(getattr(hook, "hook", hook))
+
     vars(twin).update((name, own(value)) for name, value in vars(module).items())
     vars(twin).update(
         _parameters={name: _without_values(param) for name, param in module._parameters.items()},
         _buffers={name: _without_values(buffer) for name, buffer in module._buffers.items()},
         _modules={name: None if child is None else _stand_in(child, made) for name, child in module._modules.items()},
-        _load_state_dict_pre_hooks={
-            key: type(hook)(hook.hook, twin) if getattr(hook, "with_module", False) else own(getattr(hook, "hook", hook))
-            for key, hook in module._load_state_dict_pre_hooks.items()
-        },
+        _load_state_dict_pre_hooks={key: of_twin(hook) for key, hook in module._load_state_dict_pre_hooks.items()},
     )
     override = vars(twin).get(OVERRIDE)
     if override is not None and not (ismethod(override) and override.__self__ is twin):

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from dpfuse import DPFuseError
+from dpfuse.model.state_dict import without_prefix
+from dpfuse.model.trial_load import compared
 from dpfuse.paddle.serialization import load, save, written_whole
 from dpfuse.paddle.static.input_spec import InputSpec
 from dpfuse.paddle.stepper import Stepper
@@ -61,9 +63,9 @@ def restore(stepper: Stepper, prefix: str, skip_mismatch: bool, reset_optimizer:
     expected = stepper.network.state_dict()
     if not isinstance(saved, Mapping):
         raise ValueError(f"{prefix}.pdparams holds a {type(saved).__name__}; expected a dict of parameters by name")
-    if not any(key in saved for key in expected):
-        saved = {key.removeprefix("module."): value for key, value in saved.items()}
-    problems = {key: problem for key, value in expected.items() if (problem := _mismatch(key, value, saved))}
+    saved = without_prefix(saved, stepper.network)
+    missing = compared(stepper.network, saved).missing
+    problems = {key: problem for key, value in expected.items() if (problem := _mismatch(key, value, saved, missing))}
     if problems and not skip_mismatch:
         raise ValueError(
             f"{prefix}.pdparams does not fit the network: {'; '.join(problems.values())}. Pass skip_mismatch=True to "
@@ -85,12 +87,13 @@ def restore(stepper: Stepper, prefix: str, skip_mismatch: bool, reset_optimizer:
             stacklevel=3,
         )
     stepper.epochs = epochs
-    stepper.network.load_state_dict({key: saved[key] for key in expected if key not in problems}, strict=False)
+    fitting = {key: value for key, value in saved.items() if key not in problems}
+    stepper.network.load_state_dict(fitting, strict=False)
 
 
-def _mismatch(key: str, value: Any, saved: Mapping[str, Any]) -> str | None:
+def _mismatch(key: str, value: Any, saved: Mapping[str, Any], missing: Sequence[str]) -> str | None:
     if key not in saved:
-        return f"{key!r} is not in the file"
+        return f"{key!r} is not in the file" if key in missing else None
     got = saved[key]
     if isinstance(value, Tensor) and (not isinstance(got, Tensor) or got.shape != value.shape):
         shape = tuple(got.shape) if isinstance(got, Tensor) else type(got).__name__

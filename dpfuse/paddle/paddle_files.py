@@ -13,6 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from dpfuse.model.state_dict import without_prefix
+from dpfuse.wrapper import bare_module
+
 __all__ = ["legacy_torch_file", "read_paddle_file", "to_torch_state_dict"]
 
 NAMES = "StructuredToParameterName@@"  # the key of Paddle's own names for parameters
@@ -74,10 +77,11 @@ def to_torch_state_dict(state: Mapping[str, Any], model: nn.Module) -> OrderedDi
 
     Source: the layouts of `paddle.nn.Linear` and `paddle.nn.BatchNorm`.
     """
-    expected = model.state_dict()
-    modules = dict(model.named_modules())
+    bare = bare_module(model)
+    expected = bare.state_dict()
+    modules = dict(bare.named_modules())
     found: OrderedDict[str, Tensor] = OrderedDict()
-    for key, value in state.items():
+    for key, value in without_prefix(state, bare).items():
         owner, _, leaf = key.rpartition(".")
         module = modules.get(owner)
         if isinstance(module, _NormBase):
@@ -106,7 +110,8 @@ def to_torch_state_dict(state: Mapping[str, Any], model: nn.Module) -> OrderedDi
             f"the state dict has no {missing[0]!r} ({len(missing)} names are missing), which the model has; expected "
             "all of its parameters and buffers. Build the same layers."
         )
-    return found
+    wrapped = dict(zip(expected, model.state_dict(), strict=True))
+    return OrderedDict((wrapped[name], tensor) for name, tensor in found.items())
 
 
 class _ForbiddenError(Exception):
