@@ -72,6 +72,7 @@ def reading_of(
     """Return the reading of the whole state dict that leaves the fewest keys unexpected, after the module's own hooks.
 
     Where several do, it is the one of the wrapper's own state dicts: a part of one must not reach another parameter.
+    Only a hook that takes any name, or that cannot be tried, leaves it to the keys: whether they have the prefix.
 
     Args:
         state: of this module, or of a wrapper around it; also of one that torch.compile had compiled.
@@ -94,11 +95,13 @@ def reading_of(
     counts = [(sum(name not in known for name in reading.names(state)), 0) for reading in readings]
     usual = prefixed
     if changes_keys(module):
-        takes_prefix = WRAPPED in uncompiled(module)._modules
+        takes_prefix, tried = WRAPPED in uncompiled(module)._modules, False
         if takes_prefix or counts.count((0, 0)) != 1:
             with suppress(Exception):  # of a hook
-                counts = [_after_hooks(reading, state, versions) for reading in readings]
-        usual = prefixed or (not takes_prefix and all(key.startswith(PREFIX) for key in state))
+                counts, tried = [_after_hooks(reading, state, versions) for reading in readings], True
+        if not tried or min(counts)[0] == 0:
+            has_prefix = [key.startswith(PREFIX) for key in state]
+            usual = any(has_prefix) if prefixed else all(has_prefix) and not takes_prefix
     ranks = [(*count, reading.unwrapped != usual) for count, reading in zip(counts, readings, strict=True)]
     return readings[ranks.index(min(ranks))]
 
