@@ -180,11 +180,11 @@ class DataParallel(SyncedModule):
         return load_leniently(self.module, without_prefix(state_dict, self.module))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As torch does it, for names with or without `module.`, tensors or numpy arrays.
+        """As torch does it, for names with or without `module.` or `_orig_mod.`, tensors or numpy arrays.
 
         Args:
             state_dict: what `state_dict()` of this wrapper, of the bare module, or of torch's
-                `DistributedDataParallel` returned.
+                `DistributedDataParallel` returned, compiled or not.
             strict: whether missing and unexpected keys raise.
             assign: whether the tensors themselves become the parameters.
 

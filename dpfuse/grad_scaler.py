@@ -74,9 +74,12 @@ class GradScaler(torch.amp.GradScaler):
         models: list[Any] = [model] if isinstance(model, nn.Module) or not isinstance(model, Iterable) else [*model]
         for one in models:
             if not isinstance(one, SyncedModule):
+                remedy = "Wrap the module first; torch.amp.GradScaler is for one that is not wrapped"
+                if hasattr(type(one), "replicated_by"):
+                    remedy = "Pass its replicated_by"
                 raise TypeError(
                     "model must be a dpfuse.DataParallel or dpfuse.DistributedDataParallel, or several of them, got "
-                    f"{type(one).__name__}. Wrap the module first; torch.amp.GradScaler is for one that is not wrapped"
+                    f"{type(one).__name__}. {remedy}"
                 )
         if not models:
             raise TypeError("model must be at least one wrapped model, got none")

@@ -851,12 +851,23 @@ def bare_module(model: nn.Module) -> nn.Module:
             return model
 
 
-def wrappers_in(model: nn.Module, name: str = "") -> dict[str, SyncedModule]:
+def wrappers_in(model: nn.Module) -> dict[str, SyncedModule]:
     """Return the wrappers of a model and of its parts, by the name of what each wraps in the bare model."""
-    own = wrapper_of(model)
-    found = {} if own is None else {name: own}
-    for child_name, child in bare_module(model).named_children():
-        found |= wrappers_in(child, f"{name}.{child_name}" if name else child_name)
+    found: dict[str, SyncedModule] = {}
+    seen: set[nn.Module] = set()
+
+    def look(part: nn.Module, name: str) -> None:
+        wrapper = wrapper_of(part)
+        if wrapper is not None and wrapper not in seen:
+            seen.add(wrapper)
+            found[name] = wrapper
+        bare = bare_module(part)
+        if bare not in seen:
+            seen.add(bare)
+            for child_name, child in bare.named_children():
+                look(child, f"{name}.{child_name}" if name else child_name)
+
+    look(model, "")
     return found
 
 
@@ -892,7 +903,7 @@ def check_wrapped(model: object, caller: str) -> None:
         caller: the name of the function to which it was passed.
     """
     if not isinstance(model, SyncedModule):
-        inner = ", whose `_orig_mod` may be one" if hasattr(model, "_orig_mod") else ""
+        inner = ", whose `_orig_mod` may be one" if inside_compiled(model) is not None else ""
         remedy = "the result of dpfuse.DistributedDataParallel(module) or dpfuse.DataParallel(module)"
         if hasattr(type(model), "replicated_by"):
             remedy = "its replicated_by"

@@ -82,8 +82,9 @@ def save_checkpoint(
     read it.
 
     Args:
-        folder: made if it does not exist; only rank 0 uses it.
-        model: wrapped by dpfuse or by torch, or not wrapped. The names in the file are those of the bare module.
+        folder: made if it does not exist, under any name; only rank 0 uses it.
+        model: wrapped by dpfuse or by torch, replicated, or not wrapped; or parts of it are. The names in the file are
+            those of the bare module.
         optimizer: rank 0 saves its state.
         step: the number of steps done; not below that of any file in the folder.
         scheduler: of the learning rate, or anything with `state_dict()`.
@@ -99,7 +100,7 @@ def save_checkpoint(
 
     Raises:
         ValueError, TypeError: an argument is wrong; an entry cannot be loaded with `weights_only=True`; the folder
-            has a later step; a parameter or buffer is a DTensor.
+            has a later step, or is a file; a parameter or buffer is a DTensor.
         DPFuseError: saving failed on another rank, or the disk reported an error. The text is the same on every rank.
             Earlier checkpoints are not changed. Or the weights of the ranks differ, which one has suspected (DPF-L01).
 
@@ -198,7 +199,7 @@ def load_checkpoint(
         The step, the path and the value that was saved as `extra`.
 
     Raises:
-        FileNotFoundError: `path` names a file that does not exist.
+        FileNotFoundError: `path` ends in `.pt`, and there is no such file, and no such folder.
         ValueError, TypeError: the file does not fit the model, the optimizer or the sampler, or a parameter or buffer
             is a DTensor; nothing was loaded.
         DPFuseError: loading failed on another rank, or every checkpoint is damaged. The text is the same on every rank.
@@ -221,6 +222,11 @@ def load_checkpoint(
         if group is not None and group.rank() != 0:
             return None
         if place.suffix == SUFFIX and not place.is_dir():
+            if not place.exists():
+                raise FileNotFoundError(
+                    f"path: got {place}, which does not exist, expected a file or a folder of checkpoints. Where "
+                    f"save_checkpoint is to make this folder later, choose a name that does not end in {SUFFIX}."
+                )
             return place, read_whole(place)
         if place.is_file():
             raise ValueError(f"path: got the file {place}, expected a folder, or a file whose name ends in {SUFFIX}")

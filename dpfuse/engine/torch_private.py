@@ -322,7 +322,7 @@ _REFERENCES = _references_of_one()  # of a gradient that only its parameter has;
 COUNTS_REFERENCES = _REFERENCES is not None
 
 
-def inside_compiled(module: torch.nn.Module) -> torch.nn.Module | None:
+def inside_compiled(module: object) -> torch.nn.Module | None:
     """Return the module that torch.compile has put into this one; None of any other: `_orig_mod` is a name as others.
 
     To import the class takes seconds; torch.compile has done it.

@@ -26,6 +26,7 @@ from dpfuse.engine.plan import BucketPlan
 from dpfuse.engine.settings import SyncSettings
 from dpfuse.engine.sync import GradSync
 from dpfuse.engine.sync_decision import Window
+from dpfuse.engine.torch_private import inside_compiled
 from dpfuse.errors import DPFuseError
 from dpfuse.exclusions import refuse
 from dpfuse.gradients.divided_norm import DividedGradients
@@ -239,7 +240,7 @@ class ModuleSync:
         """Whether a part of the module was compiled, by torch.compile or TorchScript."""
         return any(
             module._compiled_call_impl is not None
-            or hasattr(module, "_orig_mod")
+            or inside_compiled(module) is not None
             or isinstance(module, torch.jit.ScriptModule)
             for module in self._module.modules()
         )

@@ -24,3 +24,15 @@ def test_a_compiled_wrapper_is_told_apart():
     compiled = torch.compile(nn.Linear(2, 1), backend="eager")
     with pytest.raises(TypeError, match=r"got OptimizedModule, whose `_orig_mod` may be one\. Pass the result"):
         timed(compiled)
+
+
+def scaled(model):
+    dpfuse.GradScaler(model=model)
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("call", [timed, scaled, dpfuse.autotune])
+def test_a_replicated_module_is_told_of_its_wrapper(call):
+    model = dpfuse.replicate(nn.Linear(2, 1))
+    with pytest.raises(TypeError, match=r"got ReplicatedLinear\. Pass its replicated_by"):
+        call(model)

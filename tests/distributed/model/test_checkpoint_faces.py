@@ -214,7 +214,7 @@ def test_an_open_window_is_told_of(ranks, tmp_path, face):
 
 def other_weights(rank, size, folder, face):
     model, wrapper = made(face, check_training="warn")
-    optimizer = torch.optim.SGD(wrapper.parameters(), lr=0.01)
+    optimizer = torch.optim.SGD(wrapper.parameters(), lr=1e-5)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for step in range(70):  # all are compared within 64
