@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 from collections import OrderedDict
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+import dpfuse
 import dpfuse.paddle as paddle
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "pdparams"
@@ -142,6 +144,31 @@ def test_what_does_not_fit_is_named(change, text):
     change(state)
     with pytest.raises(ValueError, match=text):
         paddle.to_torch_state_dict(state, net())
+
+
+WRAPS = {
+    "bare": lambda model: model,
+    "dp": dpfuse.DataParallel,
+    "paddle": paddle.DataParallel,
+    "ddp": dpfuse.DistributedDataParallel,
+    "torch": nn.parallel.DistributedDataParallel,
+    "compiled": partial(torch.compile, backend="eager"),
+    "compiled inside": lambda model: dpfuse.DataParallel(torch.compile(model, backend="eager")),
+}
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_weights_are_transposed_for_a_wrapped_model_as_for_a_bare_one(wrap, prefix):
+    """Also square ones, of which a shape does not tell."""
+    inner = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    model = WRAPS[wrap](inner)
+    state = {"0.weight": torch.arange(9.0).reshape(3, 3), "0.bias": torch.ones(3), "1._mean": torch.full((3,), 2.0)}
+    state |= {name: torch.ones(3) for name in ("1.weight", "1.bias", "1._variance")}
+    model.load_state_dict(paddle.to_torch_state_dict({prefix + key: value for key, value in state.items()}, model))
+    assert torch.equal(inner[0].weight, state["0.weight"].t())
+    assert torch.equal(inner[1].running_mean, state["1._mean"])
 
 
 @pytest.mark.parametrize("path", ["", "sub/"])

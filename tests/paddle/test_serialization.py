@@ -123,6 +123,34 @@ def test_parameters_saved_by_torch_or_through_a_wrapper_load(tmp_path):
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), net.parameters(), strict=True))
 
 
+class Inner(nn.Module):
+    """Has a child with the name of the wrapper's, and an older name of another one."""
+
+    def __init__(self):
+        super().__init__()
+        self.module, self.top, self.weight = nn.Linear(3, 3), nn.Linear(3, 3), nn.Parameter(torch.randn(3, 3))
+        self._register_load_state_dict_pre_hook(self.rename)
+
+    @staticmethod
+    def rename(state, prefix, *_):
+        for key in [key for key in state if key.startswith(f"{prefix}classifier.")]:
+            state[f"{prefix}top.{key.removeprefix(f'{prefix}classifier.')}"] = state.pop(key)
+
+    def forward(self, x):
+        return self.top(self.module(x)) @ self.weight
+
+
+@pytest.mark.parametrize("prefix", ["", "module."])
+@pytest.mark.parametrize("old", [False, True])
+def test_a_file_with_old_names_of_a_network_with_a_child_called_module_is_loaded(prefix, old, tmp_path):
+    net = Inner()
+    names = {prefix + (key.replace("top.", "classifier.") if old else key): key for key in net.state_dict()}
+    torch.save({key: net.state_dict()[name] for key, name in names.items()}, tmp_path / "m.pdparams")
+    model = Model(Inner())
+    model.load(tmp_path / "m")
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), net.parameters(), strict=True))
+
+
 def test_reset_optimizer_forgets_its_state(tmp_path):
     model = make_model()
     model.fit(make_data(), batch_size=4, verbose=0)
