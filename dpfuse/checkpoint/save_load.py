@@ -116,7 +116,6 @@ def save_checkpoint(
     """
     what = "save_checkpoint"
     group = _group_of(model, group)
-    place = Path(folder).expanduser()
     wrappers = wrappers_in(model)
     syncs = [wrapper._sync for wrapper in wrappers.values() if wrapper._sync is not None]
     for sync in syncs:
@@ -146,6 +145,7 @@ def save_checkpoint(
     state = None if optimizer is None else _together(optimizer.state_dict, group, what)
 
     def write() -> Path:
+        place = Path(folder).expanduser()
         if group is not None and group.rank() != 0:
             return step_path(place, number)
         content: dict[str, Any] = {"step": number, "model": bare_module(model).state_dict()}
@@ -212,27 +212,27 @@ def load_checkpoint(
     what = "load_checkpoint"
     group = _group_of(model, group)
     wrappers = wrappers_in(model)
-    place = Path(path).expanduser()
     parts = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     asked = {name: value for name, value in parts.items() if value is not None}
     with_random = optimizer is not None if random_state is None else random_state
 
-    def find() -> tuple[Path, dict[str, Any]] | None:
+    def find() -> tuple[Path, tuple[Path, dict[str, Any]] | None]:
         refuse_divided(model, what)
+        place = Path(path).expanduser()
         if group is not None and group.rank() != 0:
-            return None
+            return place, None
         if place.suffix == SUFFIX and not place.is_dir():
             if not place.exists():
                 raise FileNotFoundError(
                     f"path: got {place}, which does not exist, expected a file or a folder of checkpoints. Where "
                     f"save_checkpoint is to make this folder later, choose a name that does not end in {SUFFIX}."
                 )
-            return place, read_whole(place)
+            return place, (place, read_whole(place))
         if place.is_file():
             raise ValueError(f"path: got the file {place}, expected a folder, or a file whose name ends in {SUFFIX}")
-        return read_newest(place)
+        return place, read_newest(place)
 
-    found = _together(find, group, what, lambda _: f"loads {sorted(asked)}, random_state={with_random}")
+    place, found = _together(find, group, what, lambda _: f"loads {sorted(asked)}, random_state={with_random}")
     chosen = None if found is None else found[0]
     in_folder = chosen is not None and chosen != place
     data, in_folder = (None, in_folder) if group is None else _send(chosen, in_folder, group)

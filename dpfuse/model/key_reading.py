@@ -88,7 +88,8 @@ def reading_of(
     for other in _others(state, module, prefixed):
         names = other.names(state)
         whole = {key if name is None else name for key, name in zip(state, names, strict=True)}
-        if len(whole) == len(state) and all(names != reading.names(state) for reading in readings):
+        is_new = any(names) and all(names != reading.names(state) for reading in readings)
+        if is_new and len(whole) == len(state):
             readings.append(other)
     if len(readings) == 1:
         return own

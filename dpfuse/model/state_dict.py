@@ -70,7 +70,7 @@ def naming_keys(state_dict: Mapping[str, Any], own: Mapping[str, Any]) -> Iterat
         yield
     except RuntimeError as error:
         for key, name in zip(state_dict, own, strict=False):
-            if key != name:
+            if key != name and type(error) is RuntimeError:
                 raise RuntimeError(f"{error}\n\tThe state dict has {key!r} where this names {name!r}.") from None
         raise
 

@@ -76,7 +76,9 @@ def misfits(module: nn.Module, state: Mapping[str, Any], versions: Mapping[str, 
         warnings.simplefilter("ignore")  # the load itself will give them
         load(_stand_in(module, {}), {key: _without_values(state[key]) for key in state if key not in extra}, "")
     unexpected = [*found.unexpected, *(key for key in extra if key not in found.missing)]
-    return Misfits([name for name in found.missing if name not in extra], unexpected, found.errors)
+    # What cannot be copied may only be so since the stand-ins are plain tensors.
+    errors = [error for error in found.errors if not error.startswith("While ")]
+    return Misfits([name for name in found.missing if name not in extra], unexpected, errors)
 
 
 def _stand_in(module: nn.Module, made: dict[int, nn.Module]) -> nn.Module:
@@ -86,7 +88,8 @@ def _stand_in(module: nn.Module, made: dict[int, nn.Module]) -> nn.Module:
     made[id(module)] = twin
 
     def own(value: Any) -> Any:
-        return MethodType(value.__func__, twin) if ismethod(value) and value.__self__ is module else value
+        of = made.get(id(value.__self__)) if ismethod(value) else None  # of this part, or of one around it
+        return value if of is None else MethodType(value.__func__, of)
 
     def of_twin(hook: Any) -> Any:
         return type(hook)(hook.hook, twin) if getattr(hook, "with_module", False) else own(getattr(hook, "hook", hook))

@@ -248,6 +248,33 @@ def test_hooks_that_the_names_do_not_need_run_once():
         assert target.calls == 1
 
 
+@pytest.mark.parametrize("face", FACES)
+def test_hooks_run_once_where_no_key_has_a_prefix_that_could_be_a_wrappers(face):
+    target = Renamed()
+    own = "module." if face == "ddp" else ""
+    state = {own + key: value for key, value in values(Renamed()).items()}
+    FACES[face](target).load_state_dict({**state, f"{own}strange": torch.ones(1)}, strict=False)
+    assert target.calls == 1
+
+
+def test_a_hook_of_a_part_around_acts_on_its_stand_in():
+    class Holder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net, self.calls = nn.Linear(3, 3), 0
+            self.net._register_load_state_dict_pre_hook(self.rename)
+
+        def rename(self, state, prefix, *_):
+            self.calls += 1
+            state[f"{prefix}weight"] = state.pop(f"{prefix}old")
+
+    target = Holder()
+    state = {"module.net.old": torch.ones(3, 3), "module.net.bias": torch.ones(3)}
+    dpfuse.DataParallel(target).load_state_dict(state)
+    assert target.calls == 1
+    assert torch.equal(target.net.weight, torch.ones(3, 3))
+
+
 def test_a_trial_changes_nothing_of_the_module():
     """What its hooks write to the module, to its tensors, and to those of the state dict, is gone afterwards."""
 
