@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,15 +17,36 @@ from dpfuse.comm import collective
 from dpfuse.data.position import integer
 from dpfuse.data.seeds import seed_by
 from dpfuse.engine.feature import Engine, Feature
+from dpfuse.engine.local_part import LocalPart, local_of
 from dpfuse.engine.micro_batches import MicroBatches
 from dpfuse.engine.plan import BucketPlan
 from dpfuse.engine.report_layout import Field
 from dpfuse.engine.sync_decision import Window
 from dpfuse.errors import DPFuseError
+from dpfuse.weights.hashing import Hashing
 
 __all__ = ["MicroLoop", "check_micro_batches", "common_seed", "refuse_without_group", "set_threads"]
 
 THREADS = "DPFUSE_THREADS"  # the variable that asks for more than one thread
+COMPARED = 2  # steps, the first of each mode, in which buffers are compared by value, and
+COMPARED_EVERY = 64  # one in so many after them
+
+
+@dataclass(frozen=True)
+class _Written:
+    """A buffer, and what tells that it was written since."""
+
+    buffer: Tensor
+    version: int  # 0 for one that torch does not count
+    value: int  # the hash of its bits; 0 where it is not compared
+
+    def is_that(self, other: _Written | None) -> bool:
+        """Whether the buffer is the same as far as this is known, with the same value."""
+        return (
+            other is not None
+            and self.buffer is other.buffer
+            and (self.version, self.value) == (other.version, other.value)
+        )
 
 
 @dataclass(eq=False)
@@ -85,7 +106,9 @@ class MicroLoop(Feature):
             for name, layer in module.named_modules()
             if layer._buffers.keys() - layer._non_persistent_buffers_set
         ]
-        self._buffers: dict[str, tuple[Tensor, int]] = {}  # of the layers, when the loop began
+        self._buffers: dict[str, _Written] = {}  # of the layers, when the loop began
+        self._modes: list[bool] = []  # of the same layers, whether they train
+        self._quiet = 0  # steps since a mode changed, or a buffer was written
         self._sends = False  # whether the backward that runs synchronises
         window.require_sync = False
 
@@ -137,6 +160,9 @@ class MicroLoop(Feature):
         self._loop = loop = _Loop()
         self._window.begin_again()
         self.deal.lost = False
+        modes = [layer.training for _, layer in self._with_buffers]
+        if modes != self._modes:
+            self._modes, self._quiet = modes, 0
         self._buffers = self._written_buffers()
         return self._run(loop)
 
@@ -250,10 +276,11 @@ class MicroLoop(Feature):
         self._loop.is_done = True
         self._window.require_sync = False
         self.steps += 1
-        now = self._written_buffers()
-        for name in {**self._buffers, **now}:
-            before, after = self._buffers.get(name, (None, 0)), now.get(name, (None, 0))
-            if before[0] is not after[0] or before[1] != after[1]:
+        before, now = self._buffers, self._written_buffers()
+        self._quiet += 1
+        for name in {**before, **now}:
+            if name not in before or not before[name].is_that(now.get(name)):
+                self._quiet = 0
                 raise DPFuseError(
                     f"rank {self._rank}: the buffer {name!r} was written while micro-batches ran, expected none: each "
                     "rank has other micro-batches, so buffers would depend on the number of ranks. Use layers without "
@@ -276,14 +303,37 @@ class MicroLoop(Feature):
     def _place(self) -> str:
         return "before the first micro-batch" if self.deal.number is None else f"at micro-batch {self.deal.number}"
 
-    def _written_buffers(self) -> dict[str, tuple[Tensor, int]]:
-        """Return the buffers of the state dict by name, each with the number of times that it was written."""
-        return {
-            f"{prefix}{name}": (buffer, buffer._version)
+    def _written_buffers(self) -> dict[str, _Written]:
+        """Return the buffers of the state dict by name.
+
+        Batch norm in C++, NumPy and writes to `.data` do not move the version, so values are compared now and then.
+        """
+        found = {
+            f"{prefix}{name}": buffer
             for prefix, layer in self._with_buffers
             for name, buffer in layer._buffers.items()
-            if buffer is not None and name not in layer._non_persistent_buffers_set and not buffer.is_inference()
+            if buffer is not None and name not in layer._non_persistent_buffers_set
         }
+        compared = self._quiet < COMPARED or self._quiet % COMPARED_EVERY == 0
+        values = _hashes_of(found) if compared else {}
+        return {
+            name: _Written(buffer, 0 if buffer.is_inference() else buffer._version, values.get(name, 0))
+            for name, buffer in found.items()
+        }
+
+
+def _hashes_of(buffers: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return the hash of each buffer whose memory can be read, by name."""
+    by_device: dict[torch.device, dict[str, Tensor]] = {}
+    for name, buffer in buffers.items():
+        local = local_of(buffer)
+        if type(local) in (Tensor, LocalPart) and local.layout is torch.strided and not local.is_quantized:
+            if not local.is_meta and local.untyped_storage().nbytes():
+                by_device.setdefault(local.device, {})[name] = local.detach()
+    hashes: dict[str, int] = {}
+    for device, tensors in by_device.items():
+        hashes.update(zip(tensors, Hashing(tensors, {}, device).each().tolist(), strict=True))
+    return hashes
 
 
 def refuse_without_group(count: int) -> None:
