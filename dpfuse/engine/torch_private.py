@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from operator import attrgetter
+from sys import getrefcount
 from typing import Any
 
 import torch
@@ -33,14 +34,17 @@ __all__ = [
     "is_private",
     "leave_untraced",
     "local_tensor_of",
+    "names_of",
     "no_graph",
     "on_device",
     "owners_and_holders",
+    "owners_of",
     "profiler_runs",
     "put_hooks",
     "ranged",
     "ranged_without_graph",
     "set_tracer",
+    "swap_contents",
     "uncompiled",
 ]
 
@@ -265,7 +269,37 @@ def owners_and_holders(tensors: Sequence[Tensor], storages: Sequence[int]) -> tu
         tensors: dense.
         storages: `_cdata` of the memory of each, which must be kept alive.
     """
-    return list(map(_owners, tensors)), list(map(torch._C._storage_Use_Count, storages))
+    return owners_of(tensors), list(map(torch._C._storage_Use_Count, storages))
+
+
+def owners_of(tensors: Sequence[Tensor]) -> list[int]:
+    """Count the owners of each tensor in C++. Names in Python count as one owner."""
+    return list(map(_owners, tensors))
+
+
+def names_of(tensors: Sequence[Tensor]) -> list[int]:
+    """Count the references in Python to each tensor, besides the one in `tensors`; none where only C++ has it."""
+    *counts, one = map(getrefcount, [*tensors, object()])
+    # What has an owner in C++ besides the object in Python refers to that object.
+    owners = owners_of(tensors)
+    return [count - one - 1 - (each > UNSHARED[0]) for count, each in zip(counts, owners, strict=True)]
+
+
+def swap_contents(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Exchange what tensors in Python stand for with `others`: all, or none and return False.
+
+    All names in Python are those of the same objects after it. What C++ has, such as a graph, it has of the others.
+    """
+    done: list[tuple[Tensor, Tensor]] = []
+    try:
+        for pair in zip(tensors, others, strict=True):
+            torch._C._swap_tensor_impl(*pair)
+            done.append(pair)
+    except RuntimeError:  # C++ has a weak reference
+        for pair in done:
+            torch._C._swap_tensor_impl(*pair)
+        return False
+    return True
 
 
 def is_private(grad: Tensor, storage: torch.UntypedStorage | None = None) -> bool:

@@ -221,25 +221,32 @@ class BufferSync:
         return any(map(_can_travel, self._left)) or self._traits != _traits(self._travelling)
 
     def _look(self) -> None:
-        if self._broadcasts is not None:
-            by_device: dict[torch.device, list[str]] = {}
-            for name, kind in self.agreed.items():
-                by_device.setdefault(kind.device, []).append(name)
-            for names, broadcast in zip(by_device.values(), self._broadcasts, strict=True):
-                self._last.update(zip(names, broadcast.values, strict=True))
         tables = [(prefix, child._buffers) for prefix, child in self._module.named_modules()]
         # Each shows what is there when it is read.
         self._places: list[Iterable[object]] = [*(table.values() for _, table in tables if table), END]
         self._empty = [table for _, table in tables if not table]
         self._held = [*chain.from_iterable(self._places)]
         named = ((f"{prefix}.{key}" if prefix else key, buf) for prefix, table in tables for key, buf in table.items())
-        self.found = {name: local_of(buf) for name, buf in named if name not in self._ignored and _can_travel(buf)}
-        self._travelling = list(self.found.values())
+        found = {name: local_of(buf) for name, buf in named if name not in self._ignored and _can_travel(buf)}
+        kinds = {name: BufferKind(buf.dtype, buf.shape, buf.device) for name, buf in found.items()}
+        self._travelling = list(found.values())
         self._traits = _traits(self._travelling)
         self._left = [each for each in self._held if isinstance(each, Tensor) and not _can_travel(each)]
-        kinds = {name: BufferKind(buf.dtype, buf.shape, buf.device) for name, buf in self.found.items()}
+        self._fits = all(kinds.get(name) == kind for name, kind in self.agreed.items())
+        if kinds == self._kinds and all(map(is_, self._travelling, self.found.values())):
+            return  # some lie in other memory by now
+        self._keep_last()
+        self.found = found
         self._kinds = next((known for known in (self._settled, self._kinds) if known == kinds), kinds)
-        self._fits = all(self._kinds.get(name) == kind for name, kind in self.agreed.items())
+
+    def _keep_last(self) -> None:
+        """Drop the broadcasts, and keep what they sent last."""
+        if self._broadcasts is not None:
+            by_device: dict[torch.device, list[str]] = {}
+            for name, kind in self.agreed.items():
+                by_device.setdefault(kind.device, []).append(name)
+            for names, broadcast in zip(by_device.values(), self._broadcasts, strict=True):
+                self._last.update(zip(names, broadcast.values, strict=True))
         self._broadcasts = None
 
 

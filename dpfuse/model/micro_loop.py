@@ -327,13 +327,16 @@ def _hashes_of(buffers: Mapping[str, Tensor]) -> dict[str, int]:
     by_device: dict[torch.device, dict[str, Tensor]] = {}
     for name, buffer in buffers.items():
         local = local_of(buffer)
-        if type(local) in (Tensor, LocalPart) and local.layout is torch.strided and not local.is_quantized:
-            if not local.is_meta and local.untyped_storage().nbytes():
-                by_device.setdefault(local.device, {})[name] = local.detach()
+        if type(local) in (Tensor, LocalPart) and local.layout is torch.strided and _can_be_read(local):
+            by_device.setdefault(local.device, {})[name] = local.detach()
     hashes: dict[str, int] = {}
     for device, tensors in by_device.items():
         hashes.update(zip(tensors, Hashing(tensors, {}, device).each().tolist(), strict=True))
     return hashes
+
+
+def _can_be_read(buffer: Tensor) -> bool:
+    return not (buffer.is_meta or buffer.is_quantized) and buffer.untyped_storage().nbytes() > 0
 
 
 def refuse_without_group(count: int) -> None:

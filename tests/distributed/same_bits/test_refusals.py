@@ -69,7 +69,7 @@ def test_a_frozen_batch_norm_that_is_put_into_training_mode_is_named_after_the_l
     loop(model)
     model.zero_grad()
     model.train()
-    with pytest.raises(dpfuse.DPFuseError, match=r"the buffer '1\.num_batches_tracked' was written"):
+    with pytest.raises(dpfuse.DPFuseError, match=r"the buffer '1\.running_mean' was written"):
         loop(model)
 
 
@@ -98,6 +98,81 @@ def test_a_buffer_that_a_forward_writes_is_named(group, in_place, count):
         with pytest.raises(dpfuse.DPFuseError, match=named):
             loop(model)
         model.zero_grad()
+
+
+class Uncounted(nn.Module):
+    """Writes its buffer in a way that does not move its version, from one forward on."""
+
+    def __init__(self, write, begins=0):
+        super().__init__()
+        self.write, self.begins, self.forwards = write, begins, 0
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("var", torch.ones(4))
+
+    def forward(self, x):
+        version = self.mean._version
+        if self.forwards >= self.begins:
+            self.write(self, x.detach())
+        self.forwards += 1
+        assert self.mean._version == version
+        return x
+
+
+def by_numpy(layer, x):
+    layer.mean.numpy()[:] += x.mean(0).numpy()
+
+
+UNCOUNTED = {
+    "batch_norm": lambda layer, x: nn.functional.batch_norm(x, layer.mean, layer.var, training=True),
+    "data": lambda layer, x: layer.mean.data.add_(x.mean(0)),
+    "foreach": lambda layer, x: torch._foreach_add_([layer.mean.data], 1.0),
+    "numpy": by_numpy,
+    "assigned": lambda layer, x: setattr(layer.mean, "data", x.mean(0)),
+}
+
+
+@pytest.mark.parametrize("face", [dpfuse.DataParallel, dpfuse.DistributedDataParallel])
+@pytest.mark.parametrize("way", UNCOUNTED)
+def test_a_write_that_torch_does_not_count_is_named_on_every_rank(rank, size, way, face):
+    module = net(Uncounted(UNCOUNTED[way]))
+    model = face(module, fixed_micro_batches=3, **({"broadcast_buffers": False} if "Dist" in face.__name__ else {}))
+    for step in range(2):
+        with pytest.raises(dpfuse.DPFuseError, match=rf"rank {rank}: the buffer '1\.mean' was written while micro"):
+            for number in model.micro_batches():
+                model(torch.ones(2, 3) * (number + 5 * step)).sum().backward()
+        model.zero_grad()
+
+
+def test_it_is_named_in_the_first_step_of_another_mode(group):
+    model = wrap(net(Uncounted(lambda layer, x: layer.training and UNCOUNTED["batch_norm"](layer, x)).eval()))
+    for _ in range(5):
+        loop(model)
+        model.zero_grad()
+    model.train()
+    with pytest.raises(dpfuse.DPFuseError, match=r"the buffer '1\.mean' was written"):
+        loop(model)
+
+
+def test_later_one_step_in_sixty_four_compares_values(group):
+    model = wrap(net(Uncounted(UNCOUNTED["batch_norm"], begins=3 * 5)))
+    seen = []
+    for step in range(66):
+        try:
+            loop(model)
+        except dpfuse.DPFuseError:
+            seen.append(step)
+        model.zero_grad()
+    assert seen == [64, 65]
+
+
+def test_buffers_that_are_written_between_loops_are_no_error(group):
+    module = net(Uncounted(lambda layer, x: None))
+    model = wrap(module)
+    for step in range(3):
+        loop(model)
+        model.zero_grad()
+        module[1].mean.data.add_(step + 1)
+        module[1].var = torch.full((4,), float(step))
 
 
 def test_it_is_named_where_the_data_end_the_loop(group):
