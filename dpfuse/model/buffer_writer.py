@@ -101,7 +101,8 @@ class BufferWriter:
         """Let no graph use the memory of a buffer. Return whether nothing else can be done while it has these users."""
         if not any(each is buffer for each in users.named):
             return False  # gc.freeze() hides it, so it may hide others
-        bases = [each._base for each in (*users.named, *users.saved)]
+        with torch._C.DisableTorchFunctionSubclass():
+            bases = [each._base for each in (*users.named, *users.saved)]
         owned = [UNSHARED[0] + self._scripts_with(each) + sum(base is each for base in bases) for each in users.named]
         if owners_of(users.named) == owned and not users.saved and not users.hidden:
             return True

@@ -77,5 +77,5 @@ def _subclasses_of(kind: type) -> set[type]:
 
 def _storage_of(tensor: Tensor) -> int:
     with suppress(RuntimeError), torch._C.DisableTorchFunctionSubclass():  # sparse ones and some wrappers have none
-        return int(tensor.untyped_storage()._cdata)
+        return int(Tensor.untyped_storage(tensor)._cdata)
     return 0
