@@ -48,7 +48,9 @@ class UserSearch:
                 (named if names else saved)[_storage_of(tensor)].append(tensor)
             own = {id(tensor) for tensors in known.values() for tensor in tensors}
             for key in unknown:
-                self._others[key] = [ref(each) for each in named[key] if id(each) not in own]
+                self._others.pop(key, None)
+                if others := [ref(each) for each in named[key] if id(each) not in own]:
+                    self._others[key] = others
         return [
             MemoryUsers(named[key], saved[key], count - len(named[key]) - len(saved[key]))
             for key, count in counts.items()
