@@ -227,7 +227,7 @@ def test_memory_that_a_program_assigns_is_written():
     assert torch.equal(gradient, torch.zeros(4))
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 @pytest.mark.parametrize("keep", [False, True])
 def test_a_scripted_module_has_the_new_values(keep):
     class Scaled(Net):
