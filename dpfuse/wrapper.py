@@ -163,8 +163,15 @@ class SyncedModule(nn.Module):
         if self._number is None:
             self._number = _counted.setdefault(group, 0)
             _counted[group] += 1
-        self._sync = self._make_sync(plan, group)
-        if not fresh:
+        try:
+            self._sync = self._make_sync(plan, group)
+        except Exception as error:
+            if fresh:
+                votes.report_failure(error, group, "wrapping the module")
+            raise
+        if fresh:
+            votes.agree_on_text("", group, "wrapping the module")
+        else:
             self._sync.buffers.doubt()
         rank = group.rank()
         log.info("rank %d: %d buckets to start with\n%s", rank, len(plan.buckets), _Table(plan), extra={"rank": rank})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -13,11 +13,20 @@ from dpfuse.comm import collective, votes
 from dpfuse.comm.ability_trials import ask
 from dpfuse.comm.flat_broadcast import broadcast_flat
 from dpfuse.engine.averaging import Wire
+from dpfuse.engine.inner_tensors import inner_tensors, memory_of
 from dpfuse.engine.plan import BucketPlan
 from dpfuse.errors import DPFuseError
 from dpfuse.liveness.start import start_heartbeat
 from dpfuse.model.buffers import BufferKind, BufferSync
-from dpfuse.model.check import describe_buffers, describe_model, describe_options, tensors_of
+from dpfuse.model.check import (
+    describe_attributes,
+    describe_buffers,
+    describe_model,
+    describe_options,
+    named_kinds,
+    tensors_of,
+)
+from dpfuse.model.foreign_tensors import send_foreign
 from dpfuse.model.options import SyncOptions
 
 __all__ = ["agree_on_model", "prepare_group", "send_tensors"]
@@ -34,20 +43,26 @@ def agree_on_model(
     Raises:
         DPFuseError: on every rank, naming rank and first difference, or what the back end lacks.
     """
-    lines = [*describe_options(options), *describe_model(module, plan, options)]
-    lines += describe_buffers(module, options, saved=True)  # the others, such as caches, may differ
-    params, _ = tensors_of(module, options)
-    votes.agree_on_text(
-        "\n".join(lines), group, "the wrapped module", "Build the same model with the same options everywhere."
-    )
+    what = "the wrapped module"
+    try:
+        params, buffers = tensors_of(module, options)
+        named = named_kinds(params, buffers if options.send_buffers_at_start else {})
+        lines = [*describe_options(options), *describe_model(module, plan, options)]
+        lines += describe_buffers(module, options, saved=True)  # the others, such as caches, may differ
+        lines += describe_attributes(named)
+    except Exception as error:
+        votes.report_failure(error, group, what)
+        raise
+    votes.agree_on_text("\n".join(lines), group, what, "Build the same model with the same options everywhere.")
     device = next(iter(params.values())).device
     common = options.common
     ordered = common["deterministic"] or options.micro_batches is not None
     prepare_group(group, [device], options.wire, ordered, common["stall_timeout"])
-    buffers = _settled_buffers(module, options, group)
-    sent = {id(buffers.found[name]): buffers.found[name] for name in buffers.agreed}  # once, however often they occur
+    sync = _settled_buffers(module, options, group)
+    sent = {id(sync.found[name]): sync.found[name] for name in sync.agreed}  # once, however often they occur
     send_tensors([*params.values(), *(sent.values() if options.send_buffers_at_start else ())], group)
-    return buffers.agreed
+    send_foreign(named, group)
+    return sync.agreed
 
 
 def _settled_buffers(module: nn.Module, options: SyncOptions, group: dist.ProcessGroup) -> BufferSync:
@@ -83,8 +98,12 @@ def prepare_group(
             collective.check_all_to_all(group, device, *wire.probe)
 
 
-def send_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup, source: int = 0) -> None:
-    """Overwrite `tensors` with those of rank `source`, in as few broadcasts as they have devices."""
+def send_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup, source: int = 0) -> None:
+    """Overwrite `tensors` with those of rank `source`, in as few broadcasts as they have devices.
+
+    Those without memory are left to `send_foreign`.
+    """
+    memories = [memory_of(each) for tensor in tensors for each in (inner_tensors(tensor) or {}).values()]
     with torch.no_grad():
-        for device in dict.fromkeys(tensor.device for tensor in tensors):  # in the same order on every rank
-            broadcast_flat([tensor for tensor in tensors if tensor.device == device], group, source)
+        for device in dict.fromkeys(memory.device for memory in memories):  # in the same order on every rank
+            broadcast_flat([memory for memory in memories if memory.device == device], group, source)

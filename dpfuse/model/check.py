@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -13,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from dpfuse.comm.abilities import backend_of
 from dpfuse.engine.autograd import hooks_on
 from dpfuse.engine.averaging import averaging_for
+from dpfuse.engine.inner_tensors import attributes_of, inner_tensors, memory_of, readable_parts
 from dpfuse.engine.local_part import leaf_of, local_of
 from dpfuse.engine.param_spec import describe_parameters, grad_dtype_of
 from dpfuse.engine.plan import DEFAULT_SIZE, BucketPlan, plan_buckets
@@ -21,11 +24,22 @@ from dpfuse.model.divided import check_divided, words_of_division
 from dpfuse.model.micro_loop import check_micro_batches
 from dpfuse.model.plan_file import fitted, given_plan, plan_digest
 from dpfuse.version import __version__
+from dpfuse.weights.host_hash import folded, hash_of_memory
 
 if TYPE_CHECKING:
     from dpfuse.model.options import SyncOptions
 
-__all__ = ["check_module", "describe_model", "describe_options", "tensors_of"]
+__all__ = [
+    "bits_of",
+    "check_module",
+    "describe_attributes",
+    "describe_buffers",
+    "describe_model",
+    "describe_options",
+    "hashes_of_attributes",
+    "named_kinds",
+    "tensors_of",
+]
 
 
 def check_module(
@@ -58,7 +72,7 @@ def check_module(
                 f"parameter {name!r} is the result of a computation, as functional_call() puts it there; expected a "
                 "leaf, which accumulates gradients. Wrap the module outside of functional_call()."
             )
-        _check_data(f"parameter {name!r}", param)
+        _check_data(f"parameter {name!r}", param, trains=param.requires_grad)
     for name, buffer in buffers.items():
         _check_data(f"buffer {name!r}", buffer)
     check_divided({**params, **buffers}, options, group)
@@ -151,25 +165,46 @@ def _check_alone(trainable: Mapping[str, nn.Parameter], options: SyncOptions) ->
                 )
 
 
-def _check_data(what: str, tensor: Tensor) -> None:
-    """Raises ValueError for a tensor that rank 0's data cannot be written into."""
+def _check_data(what: str, tensor: Tensor, *, trains: bool = False) -> None:
+    """Raises ValueError for a tensor that rank 0's data cannot be written into, or whose gradients cannot travel."""
     if is_lazy(tensor):
         raise ValueError(
             f"{what} is uninitialized (a lazy module); expected a known shape. Run one forward with a sample batch "
             "before wrapping."
         )
-    if tensor.is_meta:
+    with torch._C.DisableTorchFunctionSubclass():
+        if tensor.is_meta:
+            raise ValueError(
+                f"{what} is on the meta device; expected data. Use module.to_empty(device=…) and initialise it before "
+                "wrapping."
+            )
+        if trains and (tensor.is_nested or tensor.layout is not torch.strided):
+            kind = "is nested" if tensor.is_nested else f"has the layout {tensor.layout}"
+            raise ValueError(f"{what} {kind} and has requires_grad=True; expected a dense tensor, or a frozen one.")
+    with _named(what, tensor):
+        memories = [memory_of(each) for each in (inner_tensors(tensor) or {}).values()]
+    for memory in memories:
+        shared = any(step == 0 and size > 1 for step, size in zip(memory.stride(), memory.shape, strict=True))
+        if shared or memory.is_conj() or memory.is_neg():
+            raise ValueError(
+                f"{what} is {'expanded' if shared else 'a conjugate or negative view'}, with strides "
+                f"{memory.stride()}; expected memory of its own for each element, since rank 0's data is written into "
+                "it. Register a .clone(memory_format=torch.contiguous_format) of it, after .resolve_conj() where it "
+                "is complex."
+            )
+
+
+@contextmanager
+def _named(what: str, tensor: Tensor) -> Iterator[None]:
+    """Let what the class of a tensor raises inside of this context name the tensor."""
+    try:
+        yield
+    except Exception as error:
+        kind = type(tensor).__qualname__
         raise ValueError(
-            f"{what} is on the meta device; expected data. Use module.to_empty(device=…) and initialise it before "
-            "wrapping."
-        )
-    shared = any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
-    if shared or tensor.is_conj() or tensor.is_neg():
-        raise ValueError(
-            f"{what} is {'expanded' if shared else 'a conjugate or negative view'}, with strides {tensor.stride()}; "
-            "expected memory of its own for each element, since rank 0's data is written into it. Register a "
-            ".clone(memory_format=torch.contiguous_format) of it, after .resolve_conj() where it is complex."
-        )
+            f"{what}, a {kind}, cannot be read: {type(error).__name__}: {error}. Expected a class whose values can be "
+            f"found. Repair {kind}, or leave it out of the module."
+        ) from error
 
 
 def describe_options(options: SyncOptions) -> list[str]:
@@ -194,11 +229,51 @@ def describe_model(module: nn.Module, plan: BucketPlan, options: SyncOptions) ->
             lines.append(f"parameter {name} is tied to {first[id(param)]}")
             continue
         first[id(param)] = name
-        facts = f"{_facts(local_of(param))} requires_grad={param.requires_grad} device={param.device.type}"
-        differs = param.is_leaf and grad_dtype_of(param) != param.dtype
-        grad_dtype = f" grad_dtype={grad_dtype_of(param)}" if differs else ""
-        lines.append(f"parameter {name} {facts}{grad_dtype}{words_of_division(param)}")
+        facts = _facts(local_of(param))
+        with torch._C.DisableTorchFunctionSubclass():
+            facts += f" requires_grad={param.requires_grad} device={param.device.type}"
+            differs = param.is_leaf and grad_dtype_of(param) != param.dtype
+            grad_dtype = f" grad_dtype={grad_dtype_of(param)}" if differs else ""
+            lines.append(f"parameter {name} {facts}{grad_dtype}{words_of_division(param)}")
     return lines
+
+
+def describe_attributes(named: Mapping[str, Tensor]) -> list[str]:
+    """One line with a hash per tensor in an attribute of a tensor whose class has its other values in memory.
+
+    Those are sent, and an attribute is not. Where it differs, the two would make other weights than those of rank 0.
+
+    Args:
+        named: all that is sent, by what it is and its name.
+    """
+    inside = {name: inner_tensors(tensor) for name, tensor in named.items()}
+    sent = {memory_of(each).untyped_storage().data_ptr() for inner in inside.values() for each in (inner or {}).values()}
+    return [
+        f"{name}, a {type(named[name]).__qualname__}, has in {path}, which is not sent, values with the hash {number:x}"
+        for name, inner in inside.items()
+        if inner is not None and "" in inner
+        for path, number in hashes_of_attributes(named[name], sent).items()
+    ]
+
+
+def hashes_of_attributes(tensor: Tensor, sent: Collection[int] = ()) -> dict[str, int]:
+    """The hash of each tensor in the attributes of one of a class of its own, by the attributes that lead to it.
+
+    Args:
+        tensor: whose attributes.
+        sent: addresses of the memory of attributes to leave out.
+    """
+    found: dict[str, int] = {}
+    for path, attribute in attributes_of(tensor).items():
+        parts = [part for part in readable_parts(attribute) if not part.is_meta]
+        if parts and parts[0].untyped_storage().data_ptr() not in sent:
+            found[path] = folded([bits_of(part) for part in parts])
+    return found
+
+
+def bits_of(memory: Tensor) -> int:
+    """The hash of the bits of a tensor with memory."""
+    return hash_of_memory(memory.detach().resolve_neg().cpu().contiguous().view(-1), 0)
 
 
 def describe_buffers(module: nn.Module, options: SyncOptions, *, saved: bool) -> list[str]:
@@ -222,7 +297,24 @@ def tensors_of(module: nn.Module, options: SyncOptions) -> tuple[dict[str, nn.Pa
     return params, {name: local_of(buffer) for name, buffer in module.named_buffers() if name not in options.ignored}
 
 
+def named_kinds(params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Parameters and buffers by what they are and their names, for messages."""
+    return {f"parameter {name!r}": param for name, param in params.items()} | {
+        f"buffer {name!r}": buffer for name, buffer in buffers.items()
+    }
+
+
 def _facts(tensor: Tensor) -> str:
+    """What must be equal on all ranks for its values to be sent."""
+    inner = inner_tensors(tensor)
+    if inner is not None:
+        return " and ".join(f"{path} {_memory_facts(memory_of(each))}".lstrip() for path, each in inner.items())
+    with torch._C.DisableTorchFunctionSubclass():
+        shape = "" if tensor.is_nested else f" shape={tuple(tensor.shape)}"
+        return f"class={type(tensor).__qualname__} layout={tensor.layout}{shape} dtype={tensor.dtype}"
+
+
+def _memory_facts(tensor: Tensor) -> str:
     # The stride of a dimension of one element addresses nothing and may differ.
     stride = tuple(s for s, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1)
     dtype = str(tensor.dtype).removeprefix("torch.")

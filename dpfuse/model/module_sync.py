@@ -17,6 +17,7 @@ from dpfuse.engine.events import Inputs, Watcher
 from dpfuse.engine.exchanges.comm_hook import CommHook
 from dpfuse.engine.feature import Feature
 from dpfuse.engine.feeds.accumulating import refuse_accumulated
+from dpfuse.engine.inner_tensors import inner_tensors
 from dpfuse.engine.listening import Wrap
 from dpfuse.engine.local_part import is_divided
 from dpfuse.engine.micro_batches import MicroBatches
@@ -41,8 +42,9 @@ from dpfuse.measure.phase_times import PhaseTimes
 from dpfuse.model.agreement import send_tensors
 from dpfuse.model.buffer_schedule import BufferSchedule
 from dpfuse.model.buffers import BufferKind, BufferSync
-from dpfuse.model.check import tensors_of
+from dpfuse.model.check import describe_attributes, named_kinds, tensors_of
 from dpfuse.model.failed_batch import FailedBatch
+from dpfuse.model.foreign_tensors import send_foreign
 from dpfuse.model.follow import ModuleFollower, params_of
 from dpfuse.model.micro_loop import MicroLoop
 from dpfuse.model.open_window import OpenWindow
@@ -330,7 +332,9 @@ class ModuleSync:
     def send_model(self, *, buffers: bool) -> None:
         """Overwrite parameters, and buffers if asked to, with those of the rank `grads.source`."""
         params, others = tensors_of(self._module, self.options)
-        send_tensors([*params.values(), *(others.values() if buffers else ())], self.grads.group, self.grads.source)
+        named = named_kinds(params, others if buffers else {})
+        send_tensors(named.values(), self.grads.group, self.grads.source)
+        send_foreign(named, self.grads.group, self.grads.source)
         if self.weights is not None:
             self.weights.synchronized()
 
@@ -343,9 +347,13 @@ class ModuleSync:
                 f"rank {group.rank()}: synchronize_weights() was called while a backward is {phase.name}, expected it "
                 "between backwards. Call it once backward() has returned."
             )
-        params, buffers = tensors_of(self._module, self.options)
-        named = {**params, **buffers}
-        lines = [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in named.items()]
+        named = named_kinds(*tensors_of(self._module, self.options))
+        lines = [
+            f"{name}{path} {tuple(each.shape)} {each.dtype}"
+            for name, tensor in named.items()
+            for path, each in (inner_tensors(tensor) or {}).items()
+        ]
+        lines += describe_attributes(named)
         remedy = "Change the module in the same way on every rank."
         votes.agree_on_text("\n".join(lines), group, "the weights to be synchronized", remedy)
         self.send_model(buffers=True)

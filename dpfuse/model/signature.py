@@ -53,7 +53,7 @@ class _Look(NamedTuple):
     delicate: Sequence[ValuesView[Any]]  # parameters that may be equal to others, as the tables show them now
     held: list[Any]  # these, as they were
     untold: bool  # whether it may change without a trace: lazy parameters get shapes, modules may equal others
-    dense: Sequence[Tensor]  # the parameters that have memory
+    dense: Sequence[Tensor]  # the parameters that have a shape and an address
     kinds: list[object]  # of these
     samples: Sequence[Tensor]  # those of which the address is compared: it changes where one changes in place
     addresses: list[int]  # of the samples
@@ -194,28 +194,29 @@ class ModelSignature:
     def _look(self) -> _Look:
         self.looks += 1
         module = self._module
-        known = {
-            id(param): _Known(
-                name,
-                param,
-                param.requires_grad,
-                param.dtype,
-                param.device,
-                torch.Size() if is_lazy(param) else param.shape,
-                grad_dtype_of(param),
-                () if is_lazy(param) else _order_of(param),
-            )
-            for name, param in module.named_parameters()
-            # functional_call() lets results stand in for parameters, which still get their gradients through these.
-            if name not in self._ignored and param.is_leaf
-        }
+        with torch._C.DisableTorchFunctionSubclass():
+            known = {
+                id(param): _Known(
+                    name,
+                    param,
+                    param.requires_grad,
+                    param.dtype,
+                    param.device,
+                    _shape_of(param),
+                    grad_dtype_of(param),
+                    _order_of(param),
+                )
+                for name, param in module.named_parameters()
+                # functional_call() lets results stand in for parameters, whose gradients come through these.
+                if name not in self._ignored and param.is_leaf
+            }
         children = list(module.modules())
         tables: list[dict[str, Any]] = [table for child in children for table in (child._parameters, child._modules)]
         filled = [table for table in tables if table]
         # Each shows what is there whenever it is read; as long as the copies are equal, they are as many.
         values = [child._parameters.values() for child in children]
         delicate = [each for each in values if any(map(_is_delicate, each))]
-        dense = [each.param for each in known.values() if not is_lazy(each.param)]
+        dense = [each.param for each in known.values() if _is_strided(each.param)]
         divided = [param for param in dense if is_divided(param)]
         known_ids = set(map(id, dense))
         owned = [[param for param in child.parameters(recurse=False) if id(param) in known_ids] for child in children]
@@ -255,6 +256,16 @@ def _kinds(params: Sequence[Tensor]) -> list[object]:
         return [(param.dtype, param.device, param.shape, grad_dtype_of(param), _order_of(param)) for param in params]
 
 
+def _is_strided(param: Tensor) -> bool:
+    """Whether it has a shape and an address, which is 0 where the memory is that of other tensors."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return not is_lazy(param) and param.layout is torch.strided and not param.is_nested
+
+
+def _shape_of(param: Tensor) -> torch.Size:
+    return torch.Size() if is_lazy(param) or param.is_nested else param.shape
+
+
 def _same(tables: list[dict[str, Any]], copies: list[dict[str, Any]]) -> bool:
     """Does each table hold the very objects of its copy? Delicate ones may be others that are equal.
 
@@ -269,7 +280,7 @@ def _same(tables: list[dict[str, Any]], copies: list[dict[str, Any]]) -> bool:
 
 def _is_delicate(param: Tensor | None) -> bool:
     """Whether another tensor may be equal to it: a single element makes one answer, a subclass any."""
-    return param is not None and (type(param) not in (nn.Parameter, Tensor) or param.numel() == 1)
+    return param is not None and (type(param) not in (nn.Parameter, Tensor) or param.is_nested or param.numel() == 1)
 
 
 def _kind(known: _Known) -> str:
@@ -281,6 +292,8 @@ def _kind(known: _Known) -> str:
 
 
 def _order_of(param: Tensor) -> tuple[int, ...]:
+    if not _is_strided(param):
+        return ()
     strides = param.stride()
     longer = [dim for dim, size in enumerate(param.shape) if size != 1]  # of the others the stride addresses nothing
     return tuple(sorted(longer, key=lambda dim: -strides[dim]))

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from dpfuse.engine.inner_tensors import dense_parts, has_memory, memory_of
+
 __all__ = ["NOTHING", "Hash", "hash_of", "hash_of_all", "inner_tensors", "read", "text_of"]
 
 Hash = int | Tensor  # a tensor, [] int64, where the device has not been waited for
@@ -43,8 +45,8 @@ def hash_of(tensor: Tensor | None, start: Hash = 0) -> Hash:
             start = hash_of(each, start)
         return start if inner else NOTHING
     with torch.no_grad():
-        values = tensor.detach()
-        parts = _dense_parts(values)
+        values = memory_of(tensor).detach() if has_memory(tensor) else tensor.detach()
+        parts = dense_parts(values)
         if parts is not None:
             for part in parts:
                 start = hash_of(part, start)
@@ -75,22 +77,6 @@ def inner_tensors(tensor: Tensor) -> Sequence[Tensor] | None:
         return [part for part in parts if isinstance(part, Tensor)]  # a mesh may be among them
     has_elements = tensor.layout is torch.strided and tensor.numel() and not tensor.is_meta
     return () if has_elements and not tensor.data_ptr() else None
-
-
-def _dense_parts(values: Tensor) -> Sequence[Tensor] | None:
-    """Return the dense tensors that a tensor of another layout consists of; None for a dense one."""
-    if values.is_nested:
-        return values.unbind()
-    if values.is_mkldnn:
-        return (values.to_dense(),)
-    if values.layout is torch.sparse_coo:
-        values = values.coalesce()
-        return values.indices(), values.values()
-    if values.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return values.crow_indices(), values.col_indices(), values.values()
-    if values.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return values.ccol_indices(), values.row_indices(), values.values()
-    return None
 
 
 def _hash_on_device(flat: Tensor, start: Hash) -> Tensor:

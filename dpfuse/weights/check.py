@@ -16,7 +16,8 @@ import atexit
 import logging
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Protocol
+from functools import partial
+from typing import NamedTuple, Protocol
 from weakref import WeakSet, ref
 
 import torch
@@ -27,6 +28,7 @@ from torch.optim import Optimizer
 from dpfuse.comm import collective
 from dpfuse.engine.comm_buffer import CommBuffer, dense_stride
 from dpfuse.engine.feature import Engine, Feature
+from dpfuse.engine.inner_tensors import memories_of
 from dpfuse.engine.local_part import LocalPart, leaf_of
 from dpfuse.engine.phase import IDLE, Phase
 from dpfuse.engine.plan import Bucket
@@ -63,6 +65,12 @@ class Averages(Protocol):
     @property
     def without_inputs(self) -> bool:
         """Whether this rank only takes part."""
+
+
+class _Memory(NamedTuple):
+    memory: Tensor  # of the parameter, or of what has its values
+    param: Tensor
+    path: str  # of attributes, from one to the other
 
 
 class WeightsCheck(Feature):
@@ -111,7 +119,7 @@ class WeightsCheck(Feature):
         self._planned: Callable[[], Sequence[Tensor]] | None = None
         self._meant: set[str] = set()  # of the known ones, those that may be meant so
         # When the model was wrapped, the ranks have compared them.
-        self._strides = {name: dense_stride(tensor) for name, tensor in tensors().items()}
+        self._strides = {name: dense_stride(each.memory) for name, each in self._memories().items()}
         self._common = set(self._strides)  # names that all ranks have, as far as is known
         self._report: Compared | None = None
         self._hashing: Hashing | None = None
@@ -279,22 +287,37 @@ class WeightsCheck(Feature):
             assert self._report is not None
             device = self._report.pairs.device
             # A frozen module may be added on one rank, such as what it evaluates with. Ranks agree on what is trained.
-            found = self._tensors()
-            self._common |= {name for name, tensor in found.items() if tensor.requires_grad}
-            tensors = {name: tensor for name, tensor in found.items() if name in self._common}
-            kept = {name: tensor for name, tensor in tensors.items() if _is_plain(tensor, device)}
-            if len(kept) < len(tensors) and self._made_for < 0:
-                left = [name for name in tensors if name not in kept]
+            found = self._memories()
+            self._common |= {name for name, each in found.items() if each.param.requires_grad}
+            found = {name: each for name, each in found.items() if name in self._common}
+            kept = {name: each for name, each in found.items() if _is_plain(each.memory, device)}
+            left = [name for name in found if name not in kept]
+            if left and self._made_for < 0:
                 self._log(
                     f"weights of {len(left)} parameters are not compared between ranks, {left[0]!r} among them: they "
                     "are divided, wrapped or on another device"
                 )
-            self._hashing = Hashing(kept, self._strides, device, self._hold) if kept else None
-            self._ids = {id(leaf_of(tensor)) for tensor in kept.values()}
+            held = {id(each.memory): self._held(each) for each in kept.values()}
+            tensors = {name: each.memory for name, each in kept.items()}
+            self._hashing = Hashing(tensors, self._strides, device, lambda memory: held[id(memory)]) if kept else None
+            self._ids = {id(leaf_of(each.param)) for each in kept.values()}
             self._made_for, self._empty = version, 0
             self._equal = {}
             self._owners.clear()
         return self._hashing
+
+    def _memories(self) -> dict[str, _Memory]:
+        """Return what is compared, by name."""
+        return {
+            name + path: _Memory(memory, param, path)
+            for name, param in self._tensors().items()
+            for path, memory in memories_of(param).items()
+        }
+
+    def _held(self, each: _Memory) -> Callable[[], Tensor | None]:
+        """Return what finds this memory again: a parameter may have another one inside by then."""
+        param = partial(_itself, each.param) if self._hold is None else self._hold(each.param)
+        return param if each.memory is each.param else partial(_inside, param, each.path)
 
     # --- Where they differ ---
 
@@ -425,8 +448,8 @@ class WeightsCheck(Feature):
         if self._planned is None:
             return False
         # By identity: a module that was put into another one gives its parameters other names.
-        planned, found = {id(leaf_of(param)) for param in self._planned()}, self._tensors()
-        return not any(id(leaf_of(found[name])) in planned for name in names if name in found)
+        planned, found = {id(leaf_of(param)) for param in self._planned()}, self._memories()
+        return not any(id(leaf_of(found[name].param)) in planned for name in names if name in found)
 
     @property
     def wrong(self) -> dict[str, int]:
@@ -472,6 +495,15 @@ class WeightsCheck(Feature):
         if self._report is not None:
             with torch.no_grad():
                 self._report.pairs.zero_()
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _inside(param: Callable[[], Tensor | None], path: str) -> Tensor | None:
+    found = param()
+    return None if found is None else memories_of(found).get(path)
 
 
 def _is_plain(tensor: Tensor, device: torch.device) -> bool:
