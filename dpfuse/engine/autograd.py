@@ -111,7 +111,8 @@ def _register(param: Tensor, hook: ReadyHook) -> RemovableHandle:
     if frozen:
         param.requires_grad_(True)
     try:
-        handle: RemovableHandle = param.register_post_accumulate_grad_hook(hook)
+        with torch._C.DisableTorchFunctionSubclass():  # a class may not know this method
+            handle: RemovableHandle = param.register_post_accumulate_grad_hook(hook)
     finally:
         if frozen:
             param.requires_grad_(False)

@@ -254,7 +254,8 @@ def zeros_on(device: str) -> Zeros:
 def dense_stride(param: Tensor) -> tuple[int, ...]:
     """Return the strides of a gradient: the parameter's if it is dense, else C-contiguous."""
     if type(param) is not Tensor:  # a class may know no operation, and only sizes count
-        param = torch.empty_strided(param.shape, param.stride(), device="meta")
+        with torch._C.DisableTorchFunctionSubclass():
+            param = torch.empty_strided(param.shape, param.stride(), device="meta")
     return torch.empty_like(param, device="meta", memory_format=torch.preserve_format).stride()
 
 

@@ -107,9 +107,10 @@ def readable_parts(tensor: Tensor) -> list[Tensor]:
 def attributes_of(tensor: Tensor) -> dict[str, Tensor]:
     """Return what a tensor of a class of its own holds in attributes, such as the scales of a quantised weight.
 
-    Parameters are left out, since they belong to a module, and so are modules. The names are as `inner_tensors`' names.
+    Parameters are left out, since they belong to a module, and so are modules. One that trains has its values in its
+    memory, and what it holds beside that may be of one rank. The names are as those of `inner_tensors`.
     """
-    if type(tensor) in _PLAIN:
+    if type(tensor) in _PLAIN or (tensor.requires_grad and has_memory(tensor)):
         return {}
     return dict(_tensors_in(vars(tensor), {id(tensor)}, DEPTH, dotted=True))
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from operator import attrgetter, is_
-from typing import NamedTuple, TypeGuard
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from dpfuse.comm import collective, votes
 from dpfuse.comm.flat_broadcast import FlatBroadcast
+from dpfuse.engine.inner_tensors import inner_tensors, memory_of
 from dpfuse.engine.local_part import local_of
 from dpfuse.model.buffer_writer import BufferWriter
 
@@ -222,18 +223,24 @@ class BufferSync:
 
     def _look(self) -> None:
         tables = [(prefix, child._buffers) for prefix, child in self._module.named_modules()]
+        named = [(f"{prefix}.{key}" if prefix else key, buf) for prefix, table in tables for key, buf in table.items()]
+        parts = {name: _travelling_parts(buf) for name, buf in named if name not in self._ignored}
         # Each shows what is there when it is read.
-        self._places: list[Iterable[object]] = [*(table.values() for _, table in tables if table), END]
+        self._places: list[Iterable[object]] = [
+            *(table.values() for _, table in tables if table),
+            *(_InnerTensors(buf) for name, buf in named if parts.get(name) and "" not in parts[name]),
+            END,
+        ]
         self._empty = [table for _, table in tables if not table]
         self._held = [*chain.from_iterable(self._places)]
-        named = ((f"{prefix}.{key}" if prefix else key, buf) for prefix, table in tables for key, buf in table.items())
-        found = {name: local_of(buf) for name, buf in named if name not in self._ignored and _can_travel(buf)}
+        whole = {name + path: each for name, inner in parts.items() for path, each in inner.items()}
+        found = {name: memory_of(each) for name, each in whole.items()}
         kinds = {name: BufferKind(buf.dtype, buf.shape, buf.device) for name, buf in found.items()}
-        self._travelling = list(found.values())
+        self._travelling = list(whole.values())  # not the aliases of these, which do not follow what is assigned
         self._traits = _traits(self._travelling)
         self._left = [each for each in self._held if isinstance(each, Tensor) and not _can_travel(each)]
         self._fits = all(kinds.get(name) == kind for name, kind in self.agreed.items())
-        if kinds == self._kinds and all(map(is_, self._travelling, self.found.values())):
+        if kinds == self._kinds and all(map(is_, found.values(), self.found.values())):
             return  # some lie in other memory by now
         self._keep_last()
         self.found = found
@@ -250,13 +257,30 @@ class BufferSync:
         self._broadcasts = None
 
 
-def _can_travel(buffer: Tensor | None) -> TypeGuard[Tensor]:
-    return (
-        buffer is not None
-        and buffer.layout is torch.strided
-        and not (buffer.is_meta or is_lazy(buffer))
-        and not (type(buffer) is Tensor and buffer.numel() and buffer.data_ptr() == 0)  # a program has freed its memory
-    )
+class _InnerTensors:
+    """Shows what a buffer of a wrapper class has inside when it is read."""
+
+    def __init__(self, buffer: Tensor) -> None:
+        self._buffer = buffer
+
+    def __iter__(self) -> Iterator[object]:
+        return iter((inner_tensors(self._buffer) or {}).values())
+
+
+def _can_travel(buffer: Tensor | None) -> bool:
+    return bool(_travelling_parts(buffer))
+
+
+def _travelling_parts(buffer: Tensor | None) -> Mapping[str, Tensor]:
+    """Return the tensors with memory in which a buffer has its values, as `inner_tensors`; none if it cannot travel."""
+    if buffer is None or is_lazy(buffer):
+        return {}
+    parts = inner_tensors(local_of(buffer)) or {}
+    if any(memory_of(each).is_meta for each in parts.values()):
+        return {}
+    # One without memory, though it has elements, is one that a program has freed.
+    freed = any((memory := memory_of(each)).numel() and not memory.data_ptr() for each in parts.values())
+    return {} if freed else parts
 
 
 def _traits(buffers: Sequence[Tensor]) -> tuple[list[int], list[torch.Size], list[torch.dtype]]:

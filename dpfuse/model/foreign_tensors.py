@@ -16,7 +16,6 @@ from torch import Tensor
 from dpfuse.comm import collective, votes
 from dpfuse.comm.flat_broadcast import broadcast_flat
 from dpfuse.engine.inner_tensors import has_memory, inner_tensors, memory_of, readable_parts
-from dpfuse.engine.user_line import warn_at_user
 from dpfuse.errors import DPFuseError
 from dpfuse.model.check import bits_of, hashes_of_attributes
 from dpfuse.weights.host_hash import folded
@@ -71,9 +70,8 @@ def _send(what: str, tensor: Tensor, group: dist.ProcessGroup, source: int) -> N
         reason = f"{type(error).__name__}: {error}"
     readable = torch.tensor([values is not None], device=collective.group_device(group))
     if not any(bool(each) for each in collective.all_gather(readable, group)):
-        warn_at_user(
-            f"{what} differs between ranks and cannot be sent ({reason}); each rank keeps its own values. {WAY_OUT}"
-        )
+        if group.rank() == source:
+            log.warning("%s differs between ranks and cannot be sent: %s. Each rank keeps its own. %s", what, reason, WAY_OUT)
         return
     wire = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
 
