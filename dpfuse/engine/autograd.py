@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from dpfuse.engine.containers import tensors_in
+from dpfuse.engine.inner_tensors import has_memory
 from dpfuse.engine.local_part import LocalPart, leaf_of
 from dpfuse.engine.ready import ReadyHook
 from dpfuse.engine.torch_private import EndOfCompiledBackward, compiled_backward, leave_untraced, put_hooks
@@ -80,6 +81,8 @@ class ReadyHooks:
             param, planned, hook = self._params[index], self._planned[index], self._decorate(index, hook)
             if type(planned) is LocalPart:
                 hook = planned.calling(hook)
+            elif not has_memory(param):
+                hook = _with_dense_gradient(hook)
             handle = self._handles.get(id(param))
             installed = None if handle is None else handle.hooks_dict_ref()
             if handle is None or installed is None or handle.id not in installed:
@@ -103,6 +106,20 @@ class ReadyHooks:
         """Return the key of the hook on `param` in torch's table; None if there is none."""
         handle = self._handles.get(id(param))
         return None if handle is None else handle.id
+
+
+def _with_dense_gradient(hook: ReadyHook) -> ReadyHook:
+    """Return a hook for a parameter of a wrapper class, whose gradients may be of that class: they get memory."""
+
+    def call(param: Tensor) -> None:
+        grad = param.grad
+        if grad is not None and grad.layout is torch.strided and not has_memory(grad):
+            with torch.no_grad():
+                param.grad = torch.empty_strided(grad.shape, grad.stride(), dtype=grad.dtype, device=grad.device).copy_(grad)
+        hook(param)
+
+    leave_untraced(call, calls=True)
+    return call
 
 
 def _register(param: Tensor, hook: ReadyHook) -> RemovableHandle:

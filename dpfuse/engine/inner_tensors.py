@@ -35,7 +35,7 @@ def inner_tensors(tensor: Tensor) -> Mapping[str, Tensor] | None:
 
     Source: the protocol of torch's wrapper subclasses, `torch.utils._python_dispatch.is_traceable_wrapper_subclass`.
     """
-    if type(tensor) in _PLAIN or not hasattr(tensor, "__tensor_flatten__"):
+    if type(tensor) in _PLAIN or getattr(tensor, "__tensor_flatten__", None) is None:
         return {"": tensor} if has_memory(tensor) else None
     found: dict[str, Tensor] = {}
     for name in tensor.__tensor_flatten__()[0]:
@@ -98,7 +98,7 @@ def readable_parts(tensor: Tensor) -> list[Tensor]:
         return [memory_of(each) for each in inner.values()]
     if tensor.is_quantized:
         return [tensor.int_repr(), tensor.dequantize()]
-    if hasattr(tensor, "__tensor_flatten__"):
+    if getattr(tensor, "__tensor_flatten__", None) is not None:
         parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
         return [each for part in parts if isinstance(part, Tensor) for each in readable_parts(part)]
     return [each for part in dense_parts(tensor.detach()) or () for each in readable_parts(part)]

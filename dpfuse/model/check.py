@@ -37,6 +37,7 @@ __all__ = [
     "describe_model",
     "describe_options",
     "hashes_of_attributes",
+    "memory_facts",
     "named_kinds",
     "tensors_of",
 ]
@@ -308,13 +309,14 @@ def _facts(tensor: Tensor) -> str:
     """What must be equal on all ranks for its values to be sent."""
     inner = inner_tensors(tensor)
     if inner is not None:
-        return " and ".join(f"{path} {_memory_facts(memory_of(each))}".lstrip() for path, each in inner.items())
+        return " and ".join(f"{path} {memory_facts(memory_of(each))}".lstrip() for path, each in inner.items())
     with torch._C.DisableTorchFunctionSubclass():
         shape = "" if tensor.is_nested else f" shape={tuple(tensor.shape)}"
         return f"class={type(tensor).__qualname__} layout={tensor.layout}{shape} dtype={tensor.dtype}"
 
 
-def _memory_facts(tensor: Tensor) -> str:
+def memory_facts(tensor: Tensor) -> str:
+    """What must be equal on all ranks for the values of a tensor with memory to be sent."""
     # The stride of a dimension of one element addresses nothing and may differ.
     stride = tuple(s for s, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1)
     dtype = str(tensor.dtype).removeprefix("torch.")

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from dpfuse.comm import collective, votes
 from dpfuse.comm.flat_broadcast import broadcast_flat
-from dpfuse.engine.inner_tensors import has_memory, inner_tensors, memory_of, readable_parts
+from dpfuse.engine.inner_tensors import has_memory, inner_tensors, memories_of, memory_of, readable_parts
 from dpfuse.errors import DPFuseError
-from dpfuse.model.check import bits_of, hashes_of_attributes
+from dpfuse.model.check import bits_of, hashes_of_attributes, memory_facts
 from dpfuse.weights.host_hash import folded
 
 __all__ = ["send_foreign"]
@@ -70,8 +70,14 @@ def _send(what: str, tensor: Tensor, group: dist.ProcessGroup, source: int) -> N
         reason = f"{type(error).__name__}: {error}"
     readable = torch.tensor([values is not None], device=collective.group_device(group))
     if not any(bool(each) for each in collective.all_gather(readable, group)):
-        if group.rank() == source:
-            log.warning("%s differs between ranks and cannot be sent: %s. Each rank keeps its own. %s", what, reason, WAY_OUT)
+        inside = memories_of(tensor)
+        facts = "\n".join(f"{path} {memory_facts(memory)}" for path, memory in inside.items())
+        votes.agree_on_text(facts, group, f"what {what} has in its attributes", WAY_OUT)
+        broadcast_flat([*inside.values()], group, source)
+        if not inside and group.rank() == source:
+            log.warning(
+                "%s differs between ranks and cannot be sent: %s. Each rank keeps its own. %s", what, reason, WAY_OUT
+            )
         return
     wire = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
 

@@ -17,7 +17,7 @@ from dpfuse.engine.events import Inputs, Watcher
 from dpfuse.engine.exchanges.comm_hook import CommHook
 from dpfuse.engine.feature import Feature
 from dpfuse.engine.feeds.accumulating import refuse_accumulated
-from dpfuse.engine.inner_tensors import inner_tensors
+from dpfuse.engine.inner_tensors import has_memory, inner_tensors
 from dpfuse.engine.listening import Wrap
 from dpfuse.engine.local_part import is_divided
 from dpfuse.engine.micro_batches import MicroBatches
@@ -445,6 +445,10 @@ class ModuleSync:
             if grad_dtype_of(param) != param.dtype:
                 in_use["indivisible parameter"] = (
                     f"the parameter {spec.name!r} of dtype {param.dtype}, whose grad_dtype is {grad_dtype_of(param)}"
+                )
+            if not has_memory(param):
+                in_use["indivisible parameter"] = (
+                    f"the parameter {spec.name!r}, a {type(param).__qualname__}, whose values are in other tensors"
                 )
         if self.options.threads > 1:
             in_use["several threads"] = f"DPFUSE_THREADS={self.options.threads} and fixed_micro_batches"

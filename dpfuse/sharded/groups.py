@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dpfuse.engine.inner_tensors import has_memory
 from dpfuse.engine.optimizer_step_hook import leave_steps_untold
 from dpfuse.errors import DPFuseError
 from dpfuse.sharded.owners import muon_cost
@@ -393,7 +394,13 @@ def _checked(params: Iterable[Any]) -> list[dict[str, Any]]:
 
 def _stand_in(param: Tensor) -> Tensor:
     """Return a tensor without memory, with all else that a parameter has."""
-    empty = torch.empty_like(param, device="meta", requires_grad=False)
+    with torch._C.DisableTorchFunctionSubclass():
+        if type(param) in (Tensor, nn.Parameter) and has_memory(param):
+            empty = torch.empty_like(param, device="meta", requires_grad=False)
+        elif param.is_nested or param.layout is not torch.strided or param.is_quantized:  # frozen ones
+            empty = torch.empty((), device="meta")
+        else:  # a class may know no operation
+            empty = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device="meta")
     if isinstance(param, nn.Parameter):
         empty = nn.Parameter(empty, requires_grad=param.requires_grad)
     else:
