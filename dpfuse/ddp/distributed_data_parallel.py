@@ -143,6 +143,8 @@ class DistributedDataParallel(TorchHooks, Joinable):
             precision = None if mixed_precision is None else MixedPrecision(mixed_precision, ignored)
             single_device(params, device_ids, output_device)
             refuse_sync_batch_norm_on_cpu(module)
+            if precision is not None:
+                precision.cast_buffers(module)
         except (RuntimeError, TypeError, ValueError) as error:
             if init_sync:
                 report_failure(error, group, "the wrapped module")
@@ -171,8 +173,6 @@ class DistributedDataParallel(TorchHooks, Joinable):
         self.lazy_bucket_allocation = lazy_bucket_allocation
         self.mixed_precision = mixed_precision
         self._around: MixedPrecision | None = precision
-        if precision is not None:
-            precision.cast_buffers(module)
         self.parameters_to_ignore = {*ignored, *rule.delayed}
         self.require_forward_param_sync = True
         self.forward_sync_buffers = each_forward

@@ -115,7 +115,9 @@ def _with_dense_gradient(hook: ReadyHook) -> ReadyHook:
         grad = param.grad
         if grad is not None and grad.layout is torch.strided and not has_memory(grad):
             with torch.no_grad():
-                param.grad = torch.empty_strided(grad.shape, grad.stride(), dtype=grad.dtype, device=grad.device).copy_(grad)
+                param.grad = torch.empty_strided(grad.shape, grad.stride(), dtype=grad.dtype, device=grad.device).copy_(
+                    grad
+                )
         hook(param)
 
     leave_untraced(call, calls=True)

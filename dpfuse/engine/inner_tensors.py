@@ -14,7 +14,7 @@ from dpfuse.engine.local_part import LocalPart
 __all__ = ["attributes_of", "dense_parts", "has_memory", "inner_tensors", "memories_of", "memory_of", "readable_parts"]
 
 _PLAIN = frozenset({Tensor, nn.Parameter, nn.Buffer, LocalPart})
-DEPTH = 3  # of objects in attributes that are looked into, such as the state of a quantisation that has another one
+DEPTH = 2  # of objects in attributes that are looked into: the state of a quantisation may have another one
 
 
 def inner_tensors(tensor: Tensor) -> Mapping[str, Tensor] | None:
@@ -35,18 +35,24 @@ def inner_tensors(tensor: Tensor) -> Mapping[str, Tensor] | None:
 
     Source: the protocol of torch's wrapper subclasses, `torch.utils._python_dispatch.is_traceable_wrapper_subclass`.
     """
-    if type(tensor) in _PLAIN or getattr(tensor, "__tensor_flatten__", None) is None:
+    shown = _shown(tensor)
+    if shown is None:
         return {"": tensor} if has_memory(tensor) else None
     found: dict[str, Tensor] = {}
-    for name in tensor.__tensor_flatten__()[0]:
-        part = getattr(tensor, name)
-        if not isinstance(part, Tensor):
-            continue  # such as a mesh
+    for name, part in shown.items():
         inner = inner_tensors(part)
         if inner is None:
             return None
         found |= {f".{name}{path}": each for path, each in inner.items()}
     return found
+
+
+def _shown(tensor: Any) -> dict[str, Tensor] | None:
+    """Return the tensors that a class shows by torch's protocol, by attribute; None if it does not have that."""
+    if type(tensor) in _PLAIN or getattr(tensor, "__tensor_flatten__", None) is None:
+        return None
+    parts = {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}
+    return {name: part for name, part in parts.items() if isinstance(part, Tensor)}  # a mesh may be among them
 
 
 def has_memory(tensor: Tensor) -> bool:
@@ -92,16 +98,15 @@ def dense_parts(tensor: Tensor) -> Sequence[Tensor] | None:
 
 
 def readable_parts(tensor: Tensor) -> list[Tensor]:
-    """Return tensors with memory that together have the values of a tensor, maybe as copies; none if that is unknown."""
+    """Return tensors with memory that together have the values of a tensor, maybe as copies; none if unknown."""
     inner = inner_tensors(tensor)
     if inner is not None:
         return [memory_of(each) for each in inner.values()]
     if tensor.is_quantized:
         return [tensor.int_repr(), tensor.dequantize()]
-    if getattr(tensor, "__tensor_flatten__", None) is not None:
-        parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-        return [each for part in parts if isinstance(part, Tensor) for each in readable_parts(part)]
-    return [each for part in dense_parts(tensor.detach()) or () for each in readable_parts(part)]
+    shown = _shown(tensor)
+    parts = dense_parts(tensor.detach()) if shown is None else shown.values()
+    return [each for part in parts or () for each in readable_parts(part)]
 
 
 def attributes_of(tensor: Tensor) -> dict[str, Tensor]:

@@ -248,7 +248,9 @@ def describe_attributes(named: Mapping[str, Tensor]) -> list[str]:
         named: all that is sent, by what it is and its name.
     """
     inside = {name: inner_tensors(tensor) for name, tensor in named.items()}
-    sent = {memory_of(each).untyped_storage().data_ptr() for inner in inside.values() for each in (inner or {}).values()}
+    sent = {
+        memory_of(each).untyped_storage().data_ptr() for inner in inside.values() for each in (inner or {}).values()
+    }
     return [
         f"{name}, a {type(named[name]).__qualname__}, has in {path}, which is not sent, values with the hash {number:x}"
         for name, inner in inside.items()

@@ -141,9 +141,9 @@ class ModuleFollower:
             ours = set(map(id, map(leaf_of, in_use)))
             plan = kept or check_module(self._module, self._options, grads.group, ours, self._signature.kept())
             buckets = grads.bucket_set(plan, grads.params if plan is grads.plan else params_of(self._module, plan))
+            facts = describe_model(self._module, plan, self._options)
         except Exception as error:  # the peers hear of it when the ranks agree
             return ModelChange([], {}, error), None
-        facts = describe_model(self._module, plan, self._options)
         if self._wish:
             facts.append(self._wish)
         return ModelChange(facts, self._signature.new_parameters()), buckets

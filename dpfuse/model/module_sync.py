@@ -44,8 +44,8 @@ from dpfuse.model.buffer_schedule import BufferSchedule
 from dpfuse.model.buffers import BufferKind, BufferSync
 from dpfuse.model.check import describe_attributes, named_kinds, tensors_of
 from dpfuse.model.failed_batch import FailedBatch
-from dpfuse.model.foreign_tensors import send_foreign
 from dpfuse.model.follow import ModuleFollower, params_of
+from dpfuse.model.foreign_tensors import send_foreign
 from dpfuse.model.micro_loop import MicroLoop
 from dpfuse.model.open_window import OpenWindow
 from dpfuse.model.options import SyncOptions
@@ -347,15 +347,19 @@ class ModuleSync:
                 f"rank {group.rank()}: synchronize_weights() was called while a backward is {phase.name}, expected it "
                 "between backwards. Call it once backward() has returned."
             )
-        named = named_kinds(*tensors_of(self._module, self.options))
-        lines = [
-            f"{name}{path} {tuple(each.shape)} {each.dtype}"
-            for name, tensor in named.items()
-            for path, each in (inner_tensors(tensor) or {}).items()
-        ]
-        lines += describe_attributes(named)
-        remedy = "Change the module in the same way on every rank."
-        votes.agree_on_text("\n".join(lines), group, "the weights to be synchronized", remedy)
+        what, remedy = "the weights to be synchronized", "Change the module in the same way on every rank."
+        try:
+            named = named_kinds(*tensors_of(self._module, self.options))
+            lines = [
+                f"{name}{path} {tuple(each.shape)} {each.dtype}"
+                for name, tensor in named.items()
+                for path, each in (inner_tensors(tensor) or {}).items()
+            ]
+            lines += describe_attributes(named)
+        except Exception as error:
+            votes.report_failure(error, group, what)
+            raise
+        votes.agree_on_text("\n".join(lines), group, what, remedy)
         self.send_model(buffers=True)
 
     @property
