@@ -97,7 +97,8 @@ class Trainer:
             ValueError: it needs more than whole tensors.
         """
         for group in groups:
-            if not group["params"]:
+            numbers = [each for each in group["params"] if each.dtype.is_floating_point]  # integers are frozen
+            if not numbers:
                 continue
 
             settings = settings_of(group)
@@ -107,7 +108,7 @@ class Trainer:
             def make(params: list[Tensor], settings: Mapping[str, Any] = settings) -> Optimizer:
                 return self.plain([{"params": params, **settings}])
 
-            like = group["params"][0]
+            like = next((each for each in numbers if each.requires_grad), numbers[0])
             like = torch.empty(0, dtype=like.dtype if dtype is None else dtype, device=like.device)
             self.needs_whole |= needs_whole_tensors(self.kind, make, like)
             self.keeps_elsewhere |= keeps_elsewhere(make, like)

@@ -245,7 +245,7 @@ def test_weights_that_are_synchronized_must_be_the_same_tensors(rank, size):
         trained.net.still[1] = nn.Parameter(torch.zeros(7, 7), requires_grad=False)
     with pytest.raises(DPFuseError, match="the weights to be synchronized") as caught:
         trained.model.synchronize_weights()
-    assert "still.1 (4, 5) torch.float32" in str(caught.value)
+    assert "parameter 'still.1' (4, 5) torch.float32" in str(caught.value)
     assert "Change the module in the same way on every rank." in str(caught.value)
 
 

@@ -223,9 +223,10 @@ def test_weights_are_sent_again_when_asked_for(rank, size, face, kind):
     assert torch.equal(net.weight(), Adapted(kind, seed=3).weight())
 
 
-def test_frozen_weights_of_other_classes_lie_beside_a_sharded_optimizer(rank, size, face):
-    net = Adapted("shown", seed=rank)
-    net.other = Adapted("quantised", seed=0).base
+@pytest.mark.parametrize("kind", ["shown", "operations", "bytes", "sparse", "quantised"])
+def test_frozen_weights_of_other_classes_lie_beside_a_sharded_optimizer(rank, size, face, kind):
+    net = Adapted(kind, seed=0)
+    net.codes = nn.Parameter(torch.ones(3, dtype=torch.int8), requires_grad=False)
     net.third = nn.Parameter(torch.ones(3).as_subclass(Strict), requires_grad=False)
     model = FACES[face](net)
     optimizer = dpfuse.ShardedOptimizer(model, torch.optim.AdamW, lr=0.01)
