@@ -17,7 +17,14 @@ from dpfuse.engine.containers import tensors_in
 from dpfuse.engine.inner_tensors import has_memory
 from dpfuse.engine.local_part import LocalPart, leaf_of
 from dpfuse.engine.ready import ReadyHook
-from dpfuse.engine.torch_private import EndOfCompiledBackward, compiled_backward, leave_untraced, put_hooks
+from dpfuse.engine.torch_private import (
+    EndOfCompiledBackward,
+    call_last,
+    compiled_backward,
+    hook_tables,
+    leave_untraced,
+    put_hooks,
+)
 from dpfuse.errors import DPFuseError
 
 __all__ = [
@@ -43,7 +50,8 @@ class ReadyHooks:
     """One hook per parameter, called after each accumulation into its `.grad`.
 
     Post-accumulate hooks belong to the tensor itself, so they survive `.to()` and `.double()`. A new hook replaces the
-    old one at its place, so it is still called before any hook that was added later.
+    old one at its place. Those of a program are called before, whenever it has added them: what they make of a gradient
+    is averaged.
 
     Args:
         alone: whether another wrapper of the same parameters would break what this one does.
@@ -89,6 +97,23 @@ class ReadyHooks:
                 self._handles[id(param)] = _register(param, hook)
             else:
                 installed[handle.id] = hook
+
+    def come_last(self, param: Tensor) -> bool:
+        """Have torch call the hooks of wrappers on `param` after those of the program.
+
+        Returns:
+            Whether that was the order already. If not, a backward that calls them now keeps the order before.
+        """
+        leaf = leaf_of(param)
+        hooks, own = hook_tables(leaf)[1], self._handles.get(id(leaf))
+        if own is None or next(reversed(hooks)) == own.id:
+            return True
+        keys, ready = [*hooks], ready_keys(leaf)
+        ours = [key for key in keys if key in ready]
+        if keys[-len(ours) :] == ours:
+            return True
+        call_last(hooks, ours)
+        return False
 
     def remove(self) -> None:
         """Remove all hooks from the parameters."""

@@ -36,6 +36,7 @@ __all__ = ["Reducer", "Wiring"]
 
 _entries_of = attrgetter("entries")
 _leaves_out_of = attrgetter("leaves_out")
+_sentinel_of = attrgetter("sentinel")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +61,7 @@ class Wiring:
         decline: called instead on a rank that cannot go on, so that the peers do not wait.
         check_group: raises DPFuseError if this rank can no longer use its process group.
         install: puts ready hooks on parameters, by registration index.
+        come_last: has torch call the ready hooks of a parameter after those of the program; returns whether it did.
         spoil: called with the report if it is not read in the same backward.
         answer: called on every rank, with all buckets landed, with a question that a rank has asked, or that is due.
     """
@@ -80,6 +82,7 @@ class Wiring:
     decline: Callable[[], None]
     check_group: Callable[[], None]
     install: Callable[[dict[int, ReadyHook]], None]
+    come_last: Callable[[Tensor], bool]
     spoil: Callable[[Report], None]
     answer: Callable[[Question], None]
 
@@ -227,7 +230,7 @@ class Reducer:
         def mark(param: Any) -> None:  # the bucket is sent at this place, whichever parameter came last before
             append(param)
             if len(entries) >= ready.due:
-                examine(order)
+                examine(order, param)
 
         return mark
 
@@ -253,13 +256,14 @@ class Reducer:
     def _hook(self, order: int, ready: ReadyList, pack: Callable[[], None] | None, *, is_sentinel: bool) -> ReadyHook:
         """Return a hook in Python for one parameter, which packs its gradient, or is the sentinel, or both."""
         append, examine, send = ready.entries.append, self._examine, self._send_next
+        come_last = self._wiring.come_last
         alone = len(self.buckets) == 1  # the last bucket is sent when backward has ended
 
         def mark_sentinel(param: Any) -> None:
             append(param)
             if self.phase is not REDUCING:
-                examine(order)
-            elif not alone:
+                examine(order, param)
+            elif not alone and (len(param._post_accumulate_grad_hooks or ()) <= 1 or come_last(param)):
                 send()
 
         if pack is None:
@@ -395,6 +399,10 @@ class Reducer:
         for begins in wiring.events.backward_begins:
             begins(sync=sync, announced=announced)
         params = self._in_use.params
+        # A bucket is sent from the hook of one of these parameters.
+        for param in params if wiring.asks_graph else map(_sentinel_of, self._in_use.ready[:-1]):
+            if param is not None and len(param._post_accumulate_grad_hooks or ()) > 1:
+                wiring.come_last(param)
         if self._frozen and any(params[index].requires_grad for index in self._frozen):
             thawed = frozenset(index for index in self._frozen if params[index].requires_grad)
             self._freeze(self._frozen - thawed)
@@ -583,29 +591,25 @@ class Reducer:
             order = self._in_use.order_of(param)
             self._in_use.ready[order].entries.append(param)
             if self.accumulation.takes_parts:  # how often a gradient becomes ready is not known yet
-                self._examine(order)
+                self._examine(order, param)
 
-    def _examine(self, order: int) -> None:
-        """Send what is complete. The sentinel of bucket `order` became ready."""
+    def _examine(self, order: int, param: Any) -> None:
+        """Send what is complete, unless a hook of the program still follows: `param` of bucket `order` became ready."""
         if self.phase is REDUCING:
-            self._send_next()
+            if len(param._post_accumulate_grad_hooks or ()) <= 1 or self._wiring.come_last(param):
+                self._send_next()
         elif self.phase is LOCAL:
             if self._in_use.ready[order].is_complete:
                 self.accumulation.ready(order)
-        elif self.phase in RESTING and self._open_unannounced():
-            self._examine(order)
+        elif self.phase in RESTING:
+            self._open_unannounced()  # what is complete by this one is sent later: hooks may still follow
 
-    def _open_unannounced(self) -> bool:
-        """Open a backward that no output of the wrapper has announced so far, unless one still may.
-
-        Returns:
-            Whether it is open now.
-        """
+    def _open_unannounced(self) -> None:
+        """Open a backward that no output of the wrapper has announced so far, unless one still may."""
         if self.phase is IDLE and self._wiring.window.may_be_announced(nested=backward_is_nested()):
             self._wiring.open_at_end()
         else:
             self._wiring.open_backward()
-        return self.phase not in RESTING
 
     def _look_at_graph(self, phase: Phase, *, announced: bool) -> None:
         """Note what the graph of a backward tells, at its beginning."""

@@ -120,6 +120,7 @@ class GradSync:
             decline=self._decline,
             check_group=self._check_group,
             install=install,
+            come_last=self.listening.hooks.come_last,
             spoil=self._spoil,
             answer=self._answer,
         )

@@ -164,6 +164,7 @@ class Bench:
             decline=lambda: self.log.append(("decline",)),
             check_group=lambda: None,
             install=self.install,
+            come_last=lambda param: True,
             spoil=self.guarded.append,
             answer=lambda question: self.log.append(("answer", question)),
         )
