@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import copy
 import random
-import traceback
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import dpfuse
+from tests.random_programs.agreement import agree_on, what_is_wrong
 from tests.random_programs.by_hand import average, changed, gradients_of
 
 __all__ = ["OPTIONS", "WEIGHTS", "Net", "Program", "run"]
@@ -228,20 +229,14 @@ class Program:
         for number in range(length):
             name = self._shared.choices(names, weights)[0]
             self.log.append(f"{number}: {name}")
-            error = ""
-            try:
-                self.log[-1] += f" {getattr(self, name)() or ''}"
-            except BaseException:
-                error = traceback.format_exc(limit=-3)
-            self._agree_on(error)
+            agree_on(what_is_wrong(partial(self._do, name)))
             if self._has_run_away():
                 return
-            self._agree_on(self._difference(waiting=self._any_accumulated()))
+            agree_on(self._difference(waiting=self._any_accumulated()))
 
-    def _agree_on(self, error: str) -> None:
-        errors: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(errors, error)
-        assert not any(errors), "\n".join(dict.fromkeys(errors))
+    def _do(self, name: str) -> str:
+        self.log[-1] += f" {getattr(self, name)() or ''}"
+        return ""
 
     # --- What it is made of; in a mesh, other parts ---
 

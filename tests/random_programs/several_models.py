@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import copy
 import random
-import traceback
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import dpfuse
+from tests.random_programs.agreement import agree_on, what_is_wrong
 from tests.random_programs.by_hand import average, changed, gradients_of
 
 __all__ = ["SeveralModels"]
@@ -70,14 +71,11 @@ class SeveralModels:
         for number in range(length):
             name = self._shared.choices([*WEIGHTS], [*WEIGHTS.values()])[0]
             self.log.append(f"{number}: {name}")
-            try:
-                self.log[-1] += f" {getattr(self, name)()}"
-                error = self._difference()
-            except BaseException:
-                error = traceback.format_exc(limit=-3)
-            errors: list[str] = [""] * self.size
-            dist.all_gather_object(errors, error)
-            assert not any(errors), "\n".join(dict.fromkeys(errors))
+            agree_on(what_is_wrong(partial(self._do, name)))
+
+    def _do(self, name: str) -> str:
+        self.log[-1] += f" {getattr(self, name)()}"
+        return self._difference()
 
     def _wrapped(self, net: Net) -> tuple[Any, Any]:
         shared = self._shared

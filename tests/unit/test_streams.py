@@ -108,6 +108,7 @@ def writing(streams, group, monkeypatch):
     """Wraps a net of which each gradient is written on one of three streams; returns also the stream of each."""
     monkeypatch.setattr("dpfuse.engine.assembly.writers_on", lambda device: WritingStreams(CUDA))
     streams.initialized = False  # of graphs there is nothing here
+    nodes = []  # which nothing else keeps
 
     def wrap(net=Net, prepare=plain, **options):
         model = dpfuse.DistributedDataParallel(net(), bucket_cap_mb=8e-5, **options)
@@ -118,9 +119,12 @@ def writing(streams, group, monkeypatch):
         params = dict(model.module.named_parameters())
         for name, param in params.items():
             param.register_hook(partial(write_on_a_side, streams, sides, wrote, name))
-        # Autograd calls what is queued for the end of a backward on the main stream, which has waited by then.
+        # Autograd calls what is queued for the end of a backward on the main stream, which has waited by then. A hook of
+        # the node is called after those of the parameter, of which ours is the last.
         first = next(iter(params.values()))
-        first.register_post_accumulate_grad_hook(lambda param: setattr(streams, "current", main))
+        node = first.expand_as(first).grad_fn.next_functions[0][0]
+        node.register_hook(lambda *_: setattr(streams, "current", main))
+        nodes.append(node)
         return model, wrote
 
     return wrap
