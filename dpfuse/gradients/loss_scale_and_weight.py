@@ -182,7 +182,10 @@ class GradientFactors(Feature):
         if not sync:
             self._kept_mean.note(self._trained())
         elif self.weight.value is not None and self.weight.reduction == "sum":
-            self._kept_mean.multiply(self._trained(), self.weight.value, self._held())
+            # What was frozen since this window began is averaged, too.
+            params = [one for bucket in self._engine.buckets for one in bucket.params]
+            params = [one for one in params if one.requires_grad or self._kept_mean.noted(one)]
+            self._kept_mean.multiply(params, self.weight.value, self._held())
 
     def _held(self) -> set[int]:
         """Return the ids of the parameters of which buckets have accumulated gradients."""

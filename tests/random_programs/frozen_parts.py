@@ -1,8 +1,8 @@
 """Programs whose parts are frozen and unfrozen inside a window, beside what acts on gradients after the mean.
 
-The rule: a backward that synchronises adds to each parameter the mean over the ranks of what they have accumulated for it
-since the last one. What a parameter has had before stays as it is, whether it is frozen, unused or neither. With weights
-the mean is weighted. A loss scale is torch's: its `GradScaler` acts on the plain module.
+The rule: a backward that synchronises adds to each parameter the mean over the ranks of what they have accumulated for
+it since the last one. What a parameter has had before stays as it is, whether it is frozen, unused or neither. With
+weights the mean is weighted. A loss scale is torch's: its `GradScaler` acts on the plain module.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LARGE = 1e6  # a gradient with which a program ends
 
 
 class Net(nn.Module):
-    """A trunk, and parts that a forward may use or not; the trunk may be detached, as for a discriminator's own loss."""
+    """A trunk, and parts that a forward may use or not; the trunk may be detached, as for a loss of the parts alone."""
 
     def __init__(self, shared: random.Random) -> None:
         super().__init__()
@@ -70,6 +70,8 @@ class FrozenParts:
         self._weighs = self._shared.choice(["", "", "mean", "sum"])
         self._clips = self._shared.choice(["", "", "all", "parts"])
         self._pending: dict[str, Tensor] = {}  # what this rank has accumulated for the plain module
+        self._trained: set[str] = set()  # the parameters that were not frozen in some backward meanwhile
+        self._may_be_given: set[str] = set()  # those of the last mean
         self._wrap()
         self._scalers: tuple[Any, Any] | None = None
         if self._shared.random() < 0.5:
@@ -143,10 +145,11 @@ class FrozenParts:
             param.grad = mean / total + (0.0 if param.grad is None else param.grad)
             given.append(name)
         self._pending.clear()
+        self._may_be_given, self._trained = {*given, *self._trained}, set()
         return given
 
     def _difference(self, what: str, *, unscaled: bool = False) -> str:
-        """Return how weights or gradients differ; `unscaled` tells that the plain module's carry no loss scale any more."""
+        """Return how weights or gradients differ; `unscaled` tells that the plain ones carry no loss scale any more."""
         scale = 1.0 if unscaled or self._scalers is None else self._scalers[1].get_scale()
         for (name, ours), plain in zip(self.net.named_parameters(), self.plain.parameters(), strict=True):
             one, other = ours.detach(), plain.detach()
@@ -162,12 +165,11 @@ class FrozenParts:
         if not self._measures:
             return ""
         scale = 1.0 if self._scalers is None else self._scalers[1].get_scale()
-        params = {name: param for name, param in self.plain.named_parameters() if param.grad is not None}
-        # What no rank has used may count as delivered, if it is not frozen: its gradient stays the same.
-        unused = {name for name, param in params.items() if param.requires_grad}
+        grads = {name: param.grad for name, param in self.plain.named_parameters() if param.grad is not None}
+        # What no rank has used may count as delivered, if it was not frozen all the time: its gradient stays the same.
         norms = [
-            sum(params[name].grad.square().sum().item() for name in names) ** 0.5 / scale  # type: ignore[union-attr]
-            for names in ({*given}, {*given, *unused})
+            sum(grads[name].square().sum().item() for name in grads.keys() & names) ** 0.5 / scale
+            for names in (given, self._may_be_given)
         ]
         found = self.model.metrics()["grad_norm"]
         if any(abs(found - norm) <= 1e-5 * norm for norm in norms):
@@ -247,6 +249,7 @@ class FrozenParts:
 
     def _backward(self, use: Sequence[int], detached: bool, local: bool, factor: float) -> None:
         x = self._batch()
+        self._trained |= {name for name, param in self.plain.named_parameters() if param.requires_grad}
         ours, plain = self._scalers or (None, None)
         loss = self.plain(x, use, detached).square().sum() * factor
         self._plain_backward(loss if plain is None else plain.scale(loss))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import random
 import tempfile
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 

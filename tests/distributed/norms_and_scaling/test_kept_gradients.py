@@ -324,6 +324,39 @@ def test_a_parameter_that_is_unfrozen_inside_a_window_keeps_its_mean(ranks):
     ranks(thawed_inside)
 
 
+def frozen_inside(rank, size, face, used):
+    """Parameters are frozen between two backwards of a window; the first has added to their means, or not to all."""
+    torch.manual_seed(7)
+    net = Gan()
+    model = FACES[face](net, find_unused_parameters=True)
+    model.set_gradient_weight(2 + rank, "sum")
+    model(*inputs(rank, 0, count=2 + rank)).sum().backward()
+    first = clones(net.judges())
+    model.set_gradient_weight(3 - rank, "sum")
+    alone = copy.deepcopy(net)
+
+    def inside(model, rank):
+        noise, real = inputs(rank, 1, 0, count=1)
+        return (model(noise, real) if used else model(noise)).sum()  # without the table
+
+    with model.no_sync():
+        inside(model, rank).backward()
+    freeze(net, True)
+    model(inputs(rank, 1, 1, count=2 - rank)[0]).sum().backward()
+    alone.zero_grad()
+    total = sum(3 - other for other in range(size))
+    for other in range(size):
+        (inside(alone, other) / total).backward()
+    expected = [one if more is None else one + more for one, more in zip(first, clones(alone.judges()), strict=True)]
+    same(clones(net.judges()), expected)
+
+
+@pytest.mark.parametrize("used", [True, False], ids=["used", "unused"])
+@pytest.mark.parametrize("face", ["views", "private", "in buckets", "ddp"])
+def test_a_parameter_that_is_frozen_inside_a_window_keeps_its_mean(ranks, face, used):
+    ranks(frozen_inside, face, used)
+
+
 # --- What is measured ---
 
 
