@@ -27,20 +27,20 @@ def main(file: str, arguments: list[str]) -> int:
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, errors="replace") as process:
         assert process.stdout is not None
         lines = list(_shown(process.stdout))
-    Path(file).write_text(record_of(describe(gpu=False), arguments, lines))
+    Path(file).write_text(record_of(describe(gpu=False), f"pytest {' '.join(arguments)}", lines))
     return process.returncode
 
 
-def record_of(facts: dict[str, object], arguments: Iterable[str], lines: Iterable[str]) -> str:
+def record_of(facts: dict[str, object], command: str, lines: Iterable[str]) -> str:
     """Return the text of a record.
 
     Args:
         facts: of machine, software and commit.
-        arguments: of pytest.
-        lines: what pytest has printed.
+        command: what was run.
+        lines: what it has printed.
     """
     said = [line for line in lines if not PROGRESS.match(line) and "bringing up nodes" not in line]
-    text = "\n".join([f"pytest {' '.join(arguments)}", strftime("%Y-%m-%d"), json.dumps(facts, indent=1), "", *said])
+    text = "\n".join([command, strftime("%Y-%m-%d"), json.dumps(facts, indent=1), "", *said])
     for folder, name in ((str(Path(sys.prefix)), "<environment>"), (str(ROOT), "."), (str(Path.home()), "~")):
         text = text.replace(folder, name)
     text = re.sub(rf"{re.escape(gettempdir())}/[\w./-]*", "<temporary>", text)

@@ -21,7 +21,7 @@ def test_dots_and_folders_are_left_out():
         "1 failed",
         f"at {gettempdir()}/a-1/b.txt'",
     ]
-    text = record_of({"torch": "2.13.0"}, ["-m", "not slow"], lines)
+    text = record_of({"torch": "2.13.0"}, "pytest -m not slow", lines)
     assert text.startswith("pytest -m not slow\n")
     assert '"torch": "2.13.0"' in text
     assert text.endswith("collected 2 items\n\n./tests/x.py: in <environment>/lib\n1 failed\nat <temporary>'\n")

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.hooks import RemovableHandle
 
 import dpfuse
 from tests.random_programs.agreement import agree_on, what_is_wrong
@@ -137,6 +138,11 @@ IN_PLACE: dict[str, Callable[[Tensor, int], object]] = {
 }
 
 
+def _halve(param: nn.Parameter) -> None:
+    if param.grad is not None:
+        param.grad.mul_(0.5)
+
+
 def _drop_entries(optimizer: torch.optim.Optimizer, params: Sequence[nn.Parameter]) -> None:
     for param in params:
         if param in optimizer.state:
@@ -171,6 +177,7 @@ WEIGHTS = {
     "train_in_a_window": 3.0,
     "zero": 3.0,
     "freeze_or_unfreeze": 2.0,
+    "hook_or_unhook": 1.0,
     "edit_a_gradient": 1.0,
     "change_a_buffer_in_place": 1.0,
     "move_parameters": 1.0,
@@ -220,6 +227,7 @@ class Program:
         self._owes = False  # whether a forward that synchronises has had no backward
         self._used_up = False  # whether a sharded optimizer holds what `.grad` was
         self._broken = False  # whether the last backward raised
+        self._hooks: list[RemovableHandle] = []  # of the program, on parameters of both modules
         self._buffers_agree = False  # whether buffers were sent and not changed since
         self._make_optimizers()
 
@@ -472,6 +480,24 @@ class Program:
                 plain.requires_grad_(trains)
         return f"{'un' * trains}freezes {chosen}"
 
+    def hook_or_unhook(self) -> str:
+        """Put hooks on parameters, which halve what was accumulated; or remove those that are there."""
+        names = [name for name, *_ in self._triples()]
+        chosen = self._shared.sample(names, min(len(names), self._shared.randint(1, 3)))
+        # A window in the buckets has no gradient from before that a hook could get.
+        if self._hooks or self._any_accumulated() or "accumulate_in_buckets" in self.options:
+            self._unhook()
+            return "unhooks"
+        for module in (self.net, self.plain):
+            for name in chosen:
+                if (param := module.get_parameter(name)).requires_grad:
+                    self._hooks.append(param.register_post_accumulate_grad_hook(_halve))
+        return f"hooks {chosen}"
+
+    def _unhook(self) -> None:
+        while self._hooks:
+            self._hooks.pop().remove()
+
     def edit_a_gradient(self) -> str:
         names = [name for name, *_ in self._triples()]
         how = self._shared.choice(["remove", "multiply", "copy", "move"])
@@ -554,6 +580,7 @@ class Program:
     def go_on_with_a_copy(self) -> str:
         if self.sharded or self.call is not self.model or self._any_accumulated():
             return "not now"
+        self._unhook()  # a copy has none
         self.call = self.model = copy.deepcopy(self.model)
         self.net = self.model.module
         self._owes = False

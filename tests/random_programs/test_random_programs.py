@@ -2,50 +2,36 @@
 
 from __future__ import annotations
 
-from functools import partial
-from itertools import pairwise
-
 import pytest
-from torch.distributed.device_mesh import init_device_mesh
 
-from tests.random_programs.mesh_programs import MeshProgram
+from tests.random_programs.kinds import KINDS, MESH, makes
 from tests.random_programs.program import Program, run
-from tests.random_programs.several_models import SeveralModels
-
-KINDS = {
-    "whole": partial(Program, sharded=False),
-    "sharded": partial(Program, sharded=True),
-    "several models": SeveralModels,
-}
 
 
-def cases(few, many, night):
-    """So many seeds for `make test`, as many more for `make test-all`, and for the night."""
-    marks = [[], [pytest.mark.slow], [pytest.mark.slow, pytest.mark.nightly]]
-    ends = [0, few, few + many, few + many + night]
-    parts = [pytest.param(range(*pair), marks=each) for pair, each in zip(pairwise(ends), marks, strict=True)]
+def cases(few, many):
+    """So many seeds for `make test`, and as many more for `make test-all`; `make test-programs` runs thousands."""
+    parts = [pytest.param(range(few)), pytest.param(range(few, few + many), marks=pytest.mark.slow)]
     return pytest.mark.parametrize("seeds", parts, ids=lambda seeds: f"{seeds.start}-{seeds.stop}")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@cases(6, 144, 2850)
+@cases(6, 144)
 @pytest.mark.ranks(timeout=1800)
 def test_two_ranks(rank, size, seeds, kind):
-    run(seeds, partial(KINDS[kind], rank, size))
+    run(seeds, makes(kind, rank, size))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@cases(2, 38, 960)
+@cases(2, 38)
 @pytest.mark.ranks(size=3, timeout=1800)
 def test_three_ranks(rank, size, seeds, kind):
-    run(seeds, partial(KINDS[kind], rank, size))
+    run(seeds, makes(kind, rank, size))
 
 
-@cases(1, 39, 960)
+@cases(1, 39)
 @pytest.mark.ranks(size=4, timeout=1800)
 def test_four_ranks_in_a_mesh(rank, size, seeds):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    run(seeds, partial(MeshProgram, mesh))
+    run(seeds, makes(MESH, rank, size))
 
 
 def test_a_wrong_gradient_and_a_wrong_accusation_are_seen(rank, size, monkeypatch):
@@ -58,7 +44,7 @@ def test_a_wrong_gradient_and_a_wrong_accusation_are_seen(rank, size, monkeypatc
     with monkeypatch.context() as patch:
         patch.setattr(Program, "_plain_backward", too_much)
         with pytest.raises(AssertionError, match=r"(?s)seed \d+\n.*differs by"):
-            run(range(4), partial(Program, rank, size, sharded=False))
+            run(range(4), makes("whole", rank, size))
 
     def step_on_rests(one):
         one._on_both(lambda module, optimizer: optimizer.step())
@@ -66,4 +52,4 @@ def test_a_wrong_gradient_and_a_wrong_accusation_are_seen(rank, size, monkeypatc
     monkeypatch.setattr(Program, "step", step_on_rests)
     monkeypatch.setattr(Program, "weights", {"train": 1.0, "train_locally": 1.0, "step": 1.0})
     with pytest.raises(AssertionError, match="DPF-L01"):
-        run(range(30), partial(Program, rank, size, sharded=False))
+        run(range(30), makes("whole", rank, size))

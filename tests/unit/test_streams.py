@@ -119,8 +119,8 @@ def writing(streams, group, monkeypatch):
         params = dict(model.module.named_parameters())
         for name, param in params.items():
             param.register_hook(partial(write_on_a_side, streams, sides, wrote, name))
-        # Autograd calls what is queued for the end of a backward on the main stream, which has waited by then. A hook of
-        # the node is called after those of the parameter, of which ours is the last.
+        # Autograd calls what is queued for the end of a backward on the main stream, which has waited by then. A hook
+        # of the node is called after those of the parameter, of which ours is the last.
         first = next(iter(params.values()))
         node = first.expand_as(first).grad_fn.next_functions[0][0]
         node.register_hook(lambda *_: setattr(streams, "current", main))
