@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from tests.random_programs.frozen_parts import FrozenParts
 from tests.random_programs.kinds import KINDS, MESH, makes
+from tests.random_programs.long_windows import LongWindows
 from tests.random_programs.program import Program, run
+from tests.random_programs.renamed_children import RenamedChildren
+from tests.random_programs.shared_buffers import SharedBuffers
 
 
 def cases(few, many):
@@ -53,3 +57,35 @@ def test_a_wrong_gradient_and_a_wrong_accusation_are_seen(rank, size, monkeypatc
     monkeypatch.setattr(Program, "weights", {"train": 1.0, "train_locally": 1.0, "step": 1.0})
     with pytest.raises(AssertionError, match="DPF-L01"):
         run(range(30), makes("whole", rank, size))
+
+
+def _backward_of_more(method):
+    return lambda one, loss: method(one, loss * 1.001)
+
+
+def _loss_of_more(method):
+    return lambda one, side, out: method(one, side, out * (1 + side))
+
+
+def _one_batch_less(method):
+    return lambda one, kind: [number - one.rank for number in method(one, kind)]
+
+
+def _state_of_others(method):
+    return lambda one, tree, prefix: {key: value + 1 for key, value in method(one, tree, prefix).items()}
+
+
+PLANTED = {
+    "frozen parts": (FrozenParts, "_plain_backward", _backward_of_more),
+    "shared buffers": (SharedBuffers, "_loss", _loss_of_more),
+    "long windows": (LongWindows, "_counts", _one_batch_less),
+    "renamed children": (RenamedChildren, "_old", _state_of_others),
+}
+
+
+@pytest.mark.parametrize("kind", PLANTED)
+def test_each_kind_sees_a_defect(rank, size, monkeypatch, kind):
+    made, name, plant = PLANTED[kind]
+    monkeypatch.setattr(made, name, plant(getattr(made, name)))
+    with pytest.raises(AssertionError, match=r"seed \d+\n"):
+        run(range(4), makes(kind, rank, size))
