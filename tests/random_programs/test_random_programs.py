@@ -1,4 +1,4 @@
-"""Random programs train as where gradients are averaged by hand, and nothing is told: they are right."""
+"""Random programs train as what stands beside them, and nothing is told: they are right."""
 
 from __future__ import annotations
 
