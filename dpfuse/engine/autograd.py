@@ -50,7 +50,7 @@ class ReadyHooks:
     """One hook per parameter, called after each accumulation into its `.grad`.
 
     Post-accumulate hooks belong to the tensor itself, so they survive `.to()` and `.double()`. A new hook replaces the
-    old one at its place. Hooks of a program are to be called before it, so that what they make of a gradient is averaged.
+    old one at its place. Hooks of a program are to be called before: what they make of a gradient is averaged.
 
     Args:
         alone: whether another wrapper of the same parameters would break what this one does.
