@@ -8,20 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from dpfuse.engine.gradient_change import Change, change_of
 from dpfuse.engine.user_line import user_line
 
-__all__ = [
-    "Sample",
-    "WatchedGradient",
-    "are_comparable",
-    "is_plain",
-    "only_rescaled",
-    "sample_of",
-    "values_of",
-]
+__all__ = ["Sample", "WatchedGradient", "are_comparable", "is_plain", "sample_of", "values_of"]
 
 ELEMENTS = 64  # that are copied, where the bits of a gradient are compared
-TINY = 1e-30  # below which a product may have been rounded to nothing
 
 
 class Sample(NamedTuple):
@@ -145,15 +137,17 @@ class WatchedGradient:
 
     @property
     def was_kept(self) -> bool:
-        """Whether its values are those of the last backward, or these times one number, or cut at one value.
+        """Whether its values are those of the last backward, but for factors, cuts and masks. It waits for the device.
 
-        An average over the ranks, or noise, is another change. It waits for the device.
+        An average over the ranks, or noise, is another change.
         """
         grad, bits = self.param.grad, self.bits
         if grad is None or bits is None:
             return False
         now = sample_of(grad)
-        return are_comparable(bits, now) and only_rescaled(values_of(bits).cpu(), values_of(now).cpu())
+        if not are_comparable(bits, now):
+            return False
+        return change_of(values_of(bits).cpu(), values_of(now).cpu()) is not Change.OTHER
 
 
 def is_plain(tensor: Tensor) -> bool:
@@ -184,36 +178,3 @@ def are_comparable(before: Sample, now: Sample) -> bool:
         return True
     devices = {each.memory.device.type if isinstance(each.memory, Tensor) else "cpu" for each in (before, now)}
     return len(devices) == 1
-
-
-def only_rescaled(before: Tensor, now: Tensor) -> bool:
-    """Whether `now` is `before`, or that times one number, or that cut at one absolute value: what clipping does.
-
-    Args:
-        before, now: [n], on the CPU.
-
-    Returns:
-        False where the values cannot tell that from an average over ranks, since few of them differ.
-
-    Example:
-        >>> import torch
-        >>> before = torch.tensor([1.0, -2.0, 4.0, 0.0])
-        >>> only_rescaled(before, before / 3), only_rescaled(before, before.clamp(-1.5, 1.5))
-        (True, True)
-        >>> only_rescaled(before, (before + torch.tensor([4.0, -2.0, 1.0, 0.0])) / 2)
-        False
-    """
-    if torch.equal(before, now):
-        return True
-    tolerance = 4 * torch.finfo(now.dtype).eps  # how far a multiplication may round
-    before, now = before.double(), now.double()
-    sizes, new_sizes = before.abs(), now.abs()
-    if len(sizes[sizes > 0].unique()) < 3 or not (new_sizes.isfinite().all() and new_sizes.any()):
-        return False
-    place = int(sizes.argmax())
-    factor = now[place] / before[place]
-    if factor > 0 and bool(((now - factor * before).abs() <= tolerance * factor * sizes + TINY).all()):
-        return True
-    limit = new_sizes.max()
-    cut = (new_sizes == limit) & (sizes >= limit) & (now.sign() == before.sign())
-    return bool((cut | (now == before)).all())

@@ -80,9 +80,7 @@ class _Traced:
         self.held = self.in_grad()
         grads = [(place, sample, self.params[place].grad) for place, sample in self.samples.items()] if deep else []
         self.pairs = [
-            Pair(place, sample, sample_of(grad), 4 * torch.finfo(grad.dtype).eps)
-            for place, sample, grad in grads
-            if grad is not None and is_plain(grad)
+            Pair(place, sample, sample_of(grad)) for place, sample, grad in grads if grad is not None and is_plain(grad)
         ]
 
     def in_grad(self) -> list[Hash]:

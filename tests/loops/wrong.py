@@ -127,6 +127,52 @@ def scaler_and_two_optimizers(rank, size):
 
 
 @named("DPF-L01")
+def unscaled_and_cut_at_one_value(rank, size):
+    model, optimizer = with_sgd(dpfuse.DistributedDataParallel(mlp()))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for index, (x, y) in enumerate(batches(rank, 40)):
+        with model.no_sync(enabled=index % 2 == 1):
+            scaler.scale(loss_of(model(x), y)).backward()
+        if index % 2:
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_value_(model.parameters(), 0.02)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+
+@named("DPF-L01")
+def unscaled_and_cut_so_that_all_values_are_of_one_size(rank, size):
+    model, optimizer = with_sgd(dpfuse.DataParallel(mlp()))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for index, (x, y) in enumerate(batches(rank, 40)):
+        with model.no_sync(enabled=index % 2 == 1):
+            scaler.scale(loss_of(model(x), y)).backward()
+        if index % 2:
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_value_(model.parameters(), 1e-5)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+
+@named("DPF-L01")
+def masked_scaled_and_cut_by_hand(rank, size):
+    """Pruned weights stay zero, and the sum of a window is divided."""
+    model = dpfuse.DataParallel(mlp())
+    optimizer = torch.optim.AdamW(model.parameters())
+    masks = [torch.rand(param.shape, generator=seeded(0)) > 0.3 for param in model.parameters()]
+    for index, (x, y) in enumerate(batches(rank, 40)):
+        model.require_backward_grad_sync = index % 2 == 0
+        loss_of(model(x), y).backward()
+        if index % 2:
+            for param, mask in zip(model.parameters(), masks, strict=True):
+                param.grad = (param.grad * mask / 2).clamp(-0.05, 0.05)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@named("DPF-L01")
 def backward_alone_in_no_sync(rank, size):
     """The forward of the last batch is inside, and those of the first ones are not; the backwards are the other way."""
     model, optimizer = with_sgd(dpfuse.DistributedDataParallel(mlp()))
@@ -456,6 +502,7 @@ def each_rank_begins_at_the_first_batch(rank, size):
             return part.view(4, self.length)
 
     loader = Loader(torch.randint(0, 50, (5000,), generator=seeded(0)), 8)
+    torch.manual_seed(1337)
     model = dpfuse.DistributedDataParallel(nn.Sequential(nn.Embedding(50, 8), nn.Dropout(0.1), nn.Linear(8, 50)))
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(20):
