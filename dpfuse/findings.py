@@ -68,6 +68,7 @@ class Findings:
 
     def __init__(self) -> None:
         self._said: set[str] = set()
+        self._noted: set[str] = set()  # which does not keep them from being said
 
     def tell(self, code: str, text: str, level: Level) -> None:
         """Say a finding as `say` does, unless this process has said so before.
@@ -83,8 +84,8 @@ class Findings:
 
     def note(self, code: str, rank: int, text: str) -> None:
         """Write into the log "dpfuse.loop" what may be meant so, unless this process has done so before."""
-        if code not in self._said:
-            self._said.add(code)
+        if code not in self._said | self._noted:
+            self._noted.add(code)
             LOOP.info("%s: %s %s", code, text, PAGE.format(code=code), extra={"rank": rank})
 
     def log_failure(self, rank: int, error: Exception) -> None:
@@ -110,6 +111,7 @@ class Findings:
     def forget(self) -> None:
         """Say everything again: for a process that runs several programs one after the other."""
         self._said.clear()
+        self._noted.clear()
 
 
 findings = Findings()  # of this process

@@ -45,8 +45,8 @@ class RankComparison:
         self._facts = facts
         self._words = RankWords(place, size)
         self._inputs = InputHash()
-        self.own = OwnGradient(module)
-        self._batches = SameBatches(facts, self.own)
+        self.own = OwnGradient()
+        self._batches = SameBatches(facts)
         self._modes = SameModes(module, device, facts)
         self._rates = SameRates(facts)
         self.waits = self.heard = False
@@ -73,7 +73,8 @@ class RankComparison:
         words: dict[str, Word] = {"there": [1.0], **self._modes.words(), **self._rates.words()}
         if self._inputs.known and not self._batches.decided:
             words |= {"hashed": [1.0], "inputs": self._inputs.word()}
-            if not capturing():
+            if self._batches.nearly_told and not capturing():
+                words["alike"] = [float(self.own.is_alike())]
                 self.own.packed(params())
         self._words.tell(report, packed, words)
         self._inputs = InputHash()

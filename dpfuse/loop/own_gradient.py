@@ -1,14 +1,13 @@
-"""Is the mean over the ranks what this rank alone has? If not, ranks with equal inputs compute something else."""
+"""Is the mean over the ranks what this rank alone has? If it is on all ranks, these compute the same."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from math import inf
 from struct import Struct
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dpfuse.engine.streams import HostCopy
 from dpfuse.loop.optimizer_rules import best_of
@@ -17,6 +16,7 @@ from dpfuse.loop.watched_gradient import Sample, are_comparable, is_plain, sampl
 __all__ = ["OwnGradient"]
 
 APART = 0.01  # of the length of a gradient; what travels in 16 bits is rounded less
+ELEMENTS = 4096  # that are copied of the gradient that is compared
 FEW = 3  # different values, of which fewer cannot tell
 FLOAT = Struct("f")
 # Of the largest value: an average of equal numbers may differ from them by its rounding. Narrow wires round more.
@@ -24,14 +24,9 @@ ROUNDED, ROUNDED_16 = 1e-5, 0.01
 
 
 class OwnGradient:
-    """Copies some elements of a gradient before and after the average: on a GPU for a later look.
+    """Copies some elements of a gradient before and after the average: on a GPU for a later look."""
 
-    Args:
-        module: that is wrapped.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
+    def __init__(self) -> None:
         self._param: Tensor | None = None
         self._before: Tensor | None = None
         self._copy: HostCopy | None = None  # [2, elements]
@@ -75,18 +70,19 @@ class OwnGradient:
                 self._copy = HostCopy(torch.stack([self._before, now]))
         self._param = self._before = None
 
-    def is_apart(self) -> bool:
-        """Whether the last mean has another direction than what this rank had. Waits for the device.
+    def is_alike(self) -> bool:
+        """Whether the last mean has the direction of what this rank had, as far as that is known. Waits for the device.
 
-        A model with dropout may draw other numbers on each rank, so it is False for one.
+        A sum has it, too. Each mean is told of once.
         """
-        if self._copy is None or any(map(drops, self._module.modules())):
+        copy, self._copy = self._copy, None
+        if copy is None:
             return False
-        before, now = torch.tensor(self._copy.read(), dtype=torch.float64, device="cpu")
+        before, now = torch.tensor(copy.read(), dtype=torch.float64, device="cpu")
         if len(before.abs().unique()) < FEW:
             return False
         parallel = before * (before @ now) / (before @ before)
-        return not bool((now - parallel).norm() <= APART * now.norm())
+        return bool((now - parallel).norm() <= APART * now.norm())
 
 
 def _are_close(before: Tensor | bytes, now: Tensor | bytes, dtype: torch.dtype) -> bool:
@@ -108,11 +104,8 @@ def has_strides(grad: Tensor | None) -> bool:
 
 
 def sample_in(param: Tensor) -> Tensor:
-    """Return a copy of some elements of a gradient, [n] float32."""
-    grad: Any = param.grad
-    return values_of(sample_of(grad)).float()
-
-
-def drops(module: nn.Module) -> bool:
-    """Whether a module draws random numbers in training, as far as its name and its probability tell."""
-    return "drop" in type(module).__name__.lower() and bool(getattr(module, "p", True))
+    """Return a copy of elements from all parts of a gradient, [n] float32: most rows of an embedding are zeros."""
+    grad = param.grad
+    assert grad is not None
+    flat = grad.detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // ELEMENTS)][:ELEMENTS].float().clone()

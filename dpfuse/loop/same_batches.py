@@ -6,7 +6,6 @@ from weakref import WeakSet
 
 from dpfuse.findings import SAME_BATCHES, findings
 from dpfuse.loop.facts import LoopFacts
-from dpfuse.loop.own_gradient import OwnGradient
 from dpfuse.loop.rank_words import Sums
 
 __all__ = ["SameBatches"]
@@ -20,18 +19,20 @@ class SameBatches:
     A generator of images may get the same noise on every rank, while the real images differ. So nothing is said where
     another wrapper of this process has seen different inputs, or has not seen enough.
 
-    Equal inputs may have other targets on each rank, or noise of their own. Then the gradients differ.
+    Equal inputs alone prove nothing: each rank may take its part of the batch in forward, or have other targets, or
+    noise of its own. So they are a mistake only where all ranks have the same gradient, too.
 
     Args:
         facts: of the model whose gradients are averaged.
-        own: knows whether the mean is what this rank alone has.
+
+    Attributes:
+        decided: whether nothing is to be compared any more.
     """
 
-    def __init__(self, facts: LoopFacts, own: OwnGradient) -> None:
+    def __init__(self, facts: LoopFacts) -> None:
         self.decided = False
-        self._differ = False
+        self._differ = self._alike = False
         self._facts = facts
-        self._own = own
         self._before: list[float] = []
         self._steps = 0
         _all.add(self)
@@ -41,11 +42,17 @@ class SameBatches:
         self.decided = self._differ = False
         self._steps, self._before = 0, []
 
+    @property
+    def nearly_told(self) -> bool:
+        """Whether gradients are to be compared: one backward copies them, the next tells, and a GPU is one late."""
+        return self._steps >= STEPS - 3
+
     def heard(self, sums: Sums) -> None:
         """Take what the ranks have sent."""
         if not sums.all_set("hashed"):
             self._steps = 0
             return
+        self._alike = sums.all_set("alike") or (self._alike and self._steps > 0)
         own = sums.own("inputs")
         if not sums.same("inputs"):
             self.decided = self._differ = True
@@ -59,16 +66,26 @@ class SameBatches:
         if any(other._differ or other._steps < STEPS for other in tuple(_all)):
             return
         self.decided = True
-        if self._own.is_apart():
+        rank = self._facts.rank
+        seen = (
+            f"rank {rank}: in {self._steps} steps in a row, hashes of all inputs of the model were equal on all ranks, "
+            "and other ones than in the step before."
+        )
+        do = "give the loader a DistributedSampler, or let the rank be part of the seed with which samples are drawn"
+        if self._alike:
+            findings.tell(
+                SAME_BATCHES,
+                f"{seen} Every rank computes on the same batches, so more ranks do not mean more data. Expected other "
+                f"batches on each rank: {do}. If equal inputs are meant, pass "
+                'check_training="log" to the wrapper.',
+                self._facts.level,
+            )
             return
-        findings.tell(
+        findings.note(
             SAME_BATCHES,
-            f"rank {self._facts.rank}: in {self._steps} steps in a row, hashes of all inputs of the model were equal "
-            "on all ranks, and other ones than in the step before. Every rank computes on the same batches, so more "
-            "ranks do not mean more data. Expected other batches on each rank: give the loader a DistributedSampler, "
-            "or let the rank be part of the seed with which samples are drawn. If equal inputs are meant, pass "
-            'check_training="log" to the wrapper.',
-            self._facts.level,
+            rank,
+            f"{seen} The gradients of the ranks differ, as where each rank takes its part of the batch in forward, or "
+            f"has other targets. If the batches are equal by mistake, and only dropout differs, {do}.",
         )
 
 

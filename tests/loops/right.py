@@ -116,6 +116,54 @@ def scaler_that_skips_steps(rank, size):
 
 
 @quiet
+def unscaled_and_cut_at_one_value(rank, size):
+    model, optimizer = with_sgd(dpfuse.DataParallel(mlp()))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for index, (x, y) in enumerate(batches(rank, 40)):
+        with model.no_sync(enabled=index % 2 == 0):
+            scaler.scale(loss_of(model(x), y)).backward()
+        if index % 2:
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_value_(model.parameters(), 0.02)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+
+@quiet
+def local_rest_that_is_averaged_by_hand_and_then_unscaled_and_cut(rank, size):
+    """The second backward is local, and the program averages the sum once more: the mean stays what it was."""
+    model, optimizer = with_sgd(dpfuse.DistributedDataParallel(mlp()))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for index, (x, y) in enumerate(batches(rank, 40)):
+        with model.no_sync(enabled=index % 2 == 1):
+            scaler.scale(loss_of(model(x), y)).backward()
+        if index % 2:
+            average_gradients(model)
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_value_(model.parameters(), 0.02)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+
+@quiet
+def local_rest_that_all_ranks_have_then_unscaled_and_cut(rank, size):
+    """As a replayed batch: it is suspected, and the weights are equal."""
+    model, optimizer = with_sgd(dpfuse.DistributedDataParallel(mlp()))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for (x, y), (common, target) in zip(batches(rank, 20), batches(7, 20), strict=True):
+        scaler.scale(loss_of(model(x), y)).backward()
+        with model.no_sync():
+            scaler.scale(loss_of(model(common), target)).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_value_(model.parameters(), 0.02)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+
+@quiet
 def a_window_that_is_dropped_once(rank, size):
     """All ranks have agreed that its loss is no number."""
     model, optimizer = with_sgd(dpfuse.DistributedDataParallel(mlp()))
@@ -1044,6 +1092,75 @@ def same_inputs_and_other_targets(rank, size):
 def augmentation_inside_the_model(rank, size):
     """The same images go into the model, which draws a noise of each rank."""
     train(*with_sgd(dpfuse.DistributedDataParallel(Noisy(rank))), batches(0, 24))
+
+
+class PartOfBatch(nn.Module):
+    """Takes this rank's places of the sequences that all ranks get, as sequence parallelism does."""
+
+    def __init__(self, rank, size, drop=None):
+        super().__init__()
+        torch.manual_seed(3)
+        self.embedding, self.layers = nn.Embedding(50, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 50))
+        self.drop = drop or nn.Identity()
+        self._places = slice(8 * rank // size, 8 * (rank + 1) // size)
+
+    def forward(self, tokens, labels):
+        hidden = self.drop(self.embedding(tokens[:, self._places]))
+        return nn.functional.cross_entropy(self.layers(hidden).flatten(0, 1), labels[:, self._places].flatten())
+
+
+def token_batches(length, number=0):
+    """Tokens and labels, [4, 8]: the same on all ranks."""
+    generator = seeded(0, number)
+    for _ in range(length):
+        tokens = torch.randint(0, 50, (4, 9), generator=generator)
+        yield tokens[:, :-1], tokens[:, 1:]
+
+
+def train_on_parts(model, loader):
+    optimizer = torch.optim.AdamW(model.parameters())
+    for tokens, labels in loader:
+        optimizer.zero_grad()
+        model(tokens, labels).backward()
+        optimizer.step()
+
+
+@quiet
+def parts_of_one_batch(rank, size):
+    train_on_parts(dpfuse.DataParallel(PartOfBatch(rank, size)), token_batches(24))
+
+
+@quiet
+def parts_of_one_batch_with_dropout(rank, size):
+    train_on_parts(dpfuse.DataParallel(PartOfBatch(rank, size, nn.Dropout(0.1))), token_batches(24))
+
+
+@quiet
+def parts_of_one_batch_with_the_same_dropout_on_all_ranks(rank, size):
+    torch.manual_seed(0)
+    model = dpfuse.DistributedDataParallel(PartOfBatch(rank, size, nn.AlphaDropout(0.2)), check_training="warn")
+    train_on_parts(model, token_batches(30))
+
+
+@quiet
+def parts_of_one_batch_of_which_only_the_last_has_labels(rank, size):
+    """The gradients of all other ranks are zeros, so the mean has the direction of what the last rank has."""
+    model, optimizer = with_sgd(dpfuse.DistributedDataParallel(PartOfBatch(rank, size, nn.Dropout(0.1))))
+    for tokens, labels in token_batches(24):
+        optimizer.zero_grad()
+        (model(tokens, labels) * (rank == size - 1)).backward()
+        optimizer.step()
+
+
+@quiet
+def parts_of_one_batch_in_windows(rank, size):
+    model, optimizer = with_sgd(dpfuse.DataParallel(PartOfBatch(rank, size, nn.Dropout(0.1))))
+    for index, (tokens, labels) in enumerate(token_batches(60)):
+        with model.no_sync(enabled=index % 2 == 0):
+            model(tokens, labels).backward()
+        if index % 2:
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 class Noisy(nn.Module):

