@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import sys
 from contextlib import suppress
 from multiprocessing import util
 from types import TracebackType
+from typing import NoReturn
 
 from dpfuse.comm.waiting import forget_unfinished_works, has_unfinished_works
 from dpfuse.liveness.diagnosis import end_with
@@ -19,6 +21,8 @@ _heartbeats: list[Heartbeat] = []
 _installed = False
 _finalizer: util.Finalize | None = None
 _caller_exits = False  # whether a caller of `announce_exit` ends the process
+_uncaught: BaseException | None = None  # for which Python was asked to print a traceback
+_code = 0  # with which multiprocessing ends this child after an error; 0 without one
 
 
 def announce_by(heartbeat: Heartbeat) -> None:
@@ -31,6 +35,8 @@ def announce_by(heartbeat: Heartbeat) -> None:
         before = sys.excepthook
 
         def announce_and_print(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            global _uncaught
+            _uncaught = error
             announce_error(error)
             before(kind, error, trace)
 
@@ -39,7 +45,7 @@ def announce_by(heartbeat: Heartbeat) -> None:
         os.register_at_fork(after_in_child=_forget)
     # A child of multiprocessing runs finalizers, and not atexit. It begins without those of its parent.
     if _finalizer is None or not _finalizer.still_active():
-        _finalizer = util.Finalize(None, _at_exit, exitpriority=0)
+        _finalizer = util.Finalize(None, _child_ends, exitpriority=0)
 
 
 def announce_error(error: BaseException) -> None:
@@ -68,15 +74,40 @@ def _stop(code: int) -> None:
     _heartbeats.clear()
 
 
+def _child_ends() -> None:
+    """End the heartbeats of a child of multiprocessing, which calls this before it prints the error that ends it."""
+    global _code
+    error = sys.exc_info()[1]
+    if isinstance(error, SystemExit):
+        _code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    elif error is not None:
+        _code = 1
+        announce_error(error)
+    _stop(_code)
+
+
 def _at_exit() -> None:
     _stop(0)
-    if _caller_exits or not has_unfinished_works():
+    if _caller_exits:
         return
-    # Python would now wait for threads of the back end, which wait for a peer that does not answer.
+    if has_unfinished_works():
+        # Python would now wait for threads of the back end, which wait for a peer that does not answer.
+        _end(1)
+    # A program may call the excepthook by itself, and go on. With Ctrl-C Python ends by the signal.
+    uncaught = _uncaught is not None and _uncaught is getattr(sys, "last_value", None) and not hasattr(sys, "ps1")
+    code = 1 if uncaught and not isinstance(_uncaught, KeyboardInterrupt) else _code
+    if code:
+        # Other functions are to be called first. Then Python collects garbage, and takes its modules apart. There it
+        # may wait for threads of the back end, which wait for Python's lock or for a peer.
+        gc.enable()
+        gc.callbacks.append(lambda _phase, _info: _end(code) if sys.is_finalizing() else None)
+
+
+def _end(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
-    os._exit(1)
+    os._exit(code)
 
 
 def _forget() -> None:
