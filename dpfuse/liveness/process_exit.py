@@ -21,8 +21,7 @@ _heartbeats: list[Heartbeat] = []
 _installed = False
 _finalizer: util.Finalize | None = None
 _caller_exits = False  # whether a caller of `announce_exit` ends the process
-_uncaught: BaseException | None = None  # for which Python was asked to print a traceback
-_code = 0  # with which multiprocessing ends this child after an error; 0 without one
+_code = 0  # with which this process ends after an error that nothing has caught; 0 without one
 
 
 def announce_by(heartbeat: Heartbeat) -> None:
@@ -35,8 +34,10 @@ def announce_by(heartbeat: Heartbeat) -> None:
         before = sys.excepthook
 
         def announce_and_print(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-            global _uncaught
-            _uncaught = error
+            global _code
+            # Else the program has called this hook by itself, and goes on. With Ctrl-C Python ends by the signal.
+            if error is getattr(sys, "last_value", None) and not isinstance(error, KeyboardInterrupt):
+                _code = 1
             announce_error(error)
             before(kind, error, trace)
 
@@ -93,14 +94,11 @@ def _at_exit() -> None:
     if has_unfinished_works():
         # Python would now wait for threads of the back end, which wait for a peer that does not answer.
         _end(1)
-    # A program may call the excepthook by itself, and go on. With Ctrl-C Python ends by the signal.
-    uncaught = _uncaught is not None and _uncaught is getattr(sys, "last_value", None) and not hasattr(sys, "ps1")
-    code = 1 if uncaught and not isinstance(_uncaught, KeyboardInterrupt) else _code
-    if code:
+    if _code and not hasattr(sys, "ps1"):  # an interactive session goes on after an error
         # Other functions are to be called first. Then Python collects garbage, and takes its modules apart. There it
         # may wait for threads of the back end, which wait for Python's lock or for a peer.
         gc.enable()
-        gc.callbacks.append(lambda _phase, _info: _end(code) if sys.is_finalizing() else None)
+        gc.callbacks.append(lambda _phase, _info: _end(_code) if sys.is_finalizing() else None)
 
 
 def _end(code: int) -> NoReturn:
