@@ -25,7 +25,7 @@ COMMON = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "DPFUSE_BACKEND": 
 STARTS = {
     "plain": None,
     "launcher": ("-m", "dpfuse.launch", "--nproc_per_node", 2, SCRIPT),
-    "torchrun": ("-m", "torch.distributed.run", "--nproc_per_node", 2, "--master_addr", "127.0.0.1", SCRIPT),
+    "torchrun": ("-m", "torch.distributed.run", "--nproc_per_node", 2, SCRIPT),
     "dpfuse": (SCRIPT,),
     "fork": (SCRIPT,),
     "spawn": (SCRIPT,),
@@ -39,7 +39,7 @@ def processes(how, call, face):
         return [start(SCRIPT, call, face, RANK=str(rank), **common) for rank in (0, 1)]
     words = [*STARTS[how], call, face, *([how] if how in ("dpfuse", "fork", "spawn") else [])]
     if how == "torchrun":
-        words[5:5] = ["--master_port", free_port()]
+        words[2:2] = ["--master_port", free_port()]
     command = [sys.executable, *map(str, words)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return [subprocess.Popen(command, env=clean_environment(**COMMON), start_new_session=True, **pipes)]
