@@ -79,10 +79,12 @@ def _child_ends() -> None:
     """End the heartbeats of a child of multiprocessing, which calls this before it prints the error that ends it."""
     global _code
     error = sys.exc_info()[1]
+    if error is not None:
+        _code = 1
     if isinstance(error, SystemExit):
         _code = error.code if isinstance(error.code, int) else int(error.code is not None)
-    elif error is not None:
-        _code = 1
+        error = error.__context__  # torch's processes catch an error, write it into a file, and exit
+    if _code and error is not None:
         announce_error(error)
     _stop(_code)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import signal
@@ -12,6 +13,7 @@ from contextlib import suppress
 
 import pytest
 
+from dpfuse.liveness import process_exit
 from tests.distributed.processes import SCRIPTS, clean_environment, free_port, run, start
 from tests.patience import patience
 
@@ -89,6 +91,53 @@ def test_a_job_ends_soon_however_it_was_started(how, call):
 @pytest.mark.parametrize("attempt", range(6))
 def test_a_job_ends_soon_each_time(attempt):
     check("plain", "barrier", FACES[attempt % 2])
+
+
+@pytest.mark.parametrize("how", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_an_error_in_a_process_of_multiprocessing_is_named_by_its_peers(how):
+    codes, told, _ = end_of(how, "raise", "DataParallel")
+    assert codes == [1]
+    assert "rank 0 ended with ValueError: invalid literal for int() with base 10: 'planted'" in told
+
+
+def child(how):
+    process_exit.announce_by(Heartbeat())
+    try:
+        raise ValueError("planted")
+    except ValueError:
+        if how == "raise":
+            raise
+        sys.exit(int(how))  # as torch's processes do
+
+
+class Heartbeat:
+    """Prints what it is asked to do."""
+
+    beats = True
+
+    def unannounced_end(self, code):
+        return f"code {code}"
+
+    def announce(self, end):
+        print(f"announced {getattr(end, 'error', end)}", flush=True)
+
+    def stop(self):
+        print("stopped", flush=True)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("how", "code", "announced"), [("raise", 1, "ValueError: planted"), ("7", 7, "ValueError: planted"), ("0", 0, "")]
+)
+def test_the_reason_why_a_child_of_multiprocessing_ends_is_announced(capfd, how, code, announced):
+    process = multiprocessing.get_context("fork").Process(target=child, args=(how,))
+    process.start()
+    process.join(patience(30))
+    assert process.exitcode == code
+    said, printed = capfd.readouterr()
+    words = [f"announced {announced}"] * bool(announced)
+    assert said.splitlines() == [*words, f"announced code {code}", "stopped"]
+    assert ("ValueError: planted" in printed) is (how == "raise")
 
 
 PROGRAM = """

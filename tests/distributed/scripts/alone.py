@@ -1,4 +1,6 @@
-"""A job in which rank 0 alone runs a collective between two steps, so that every rank raises. Nothing is caught.
+"""A job in which rank 0 alone runs a collective between two steps, or raises, so that every rank raises.
+
+Nothing is caught.
 
 Usage: alone.py <call> <face> [how]: how the two ranks are started, "fork" or "spawn" of multiprocessing, "dpfuse" for
 `dpfuse.spawn`; without it this is one rank, with torch's variables. Prints `raised=<seconds since the epoch>` per rank.
@@ -35,6 +37,7 @@ def train(call: str, face: str) -> None:
         "other group": lambda: dist.all_reduce(torch.ones(7), group=group),
         "average by hand": lambda: dpfuse.fused_allreduce_gradients(net.parameters()),
         "weights": lambda: model.synchronize_weights(),
+        "raise": lambda: int("planted"),
     }
     try:
         for step in range(6):
