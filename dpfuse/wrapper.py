@@ -511,9 +511,7 @@ class SyncedModule(nn.Module):
             >>> dist.destroy_process_group()
         """
         if self._sync is not None:
-            self._sync.factors.weigh(weight, reduction)
-            if weight is not None:
-                self._sync.attach_factors()
+            self._sync.weigh(weight, reduction)
             return
         GradientWeight.checked(weight, reduction, torch.device("cpu"))
         if reduction == "sum" and weight is not None:

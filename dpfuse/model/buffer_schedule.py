@@ -16,9 +16,12 @@ __all__ = ["BufferSchedule"]
 class BufferSchedule(Feature, Companion):
     """Sends buffers beside the last bucket of each backward that synchronises, so that they are the same after it.
 
-    A forward in training mode sends them first only if no such backward has done so since the one before. One in eval
-    mode counts as none, since a rank may run it alone. Only the first of all sends in either mode: a rank may have left
-    its model in eval mode, and its peers send then. What follows a forward that raised is another attempt.
+    A forward in training mode sends them first only if no such backward has done so since the one before, and if that
+    one was to be averaged: ranks may have different numbers of forwards inside `no_sync()`. With gradient weights they
+    may have different numbers of any, so no forward sends but the first of all. One in eval mode counts as none, since
+    a rank may run it alone. Only the first of all sends in either mode: a rank may have left its model in eval mode,
+    and its peers send then. A rank without a forward by then sends in its backward. What follows a forward that raised
+    is another attempt.
 
     Args:
         buffers: to send.
@@ -27,6 +30,7 @@ class BufferSchedule(Feature, Companion):
     Attributes:
         before_forward: whether a forward may have to send them.
         beside_gradients: whether backwards send them. Both may change between backwards, on all ranks.
+        numbers_differ: whether ranks may have different numbers of forwards.
         hook: what synchronises the buffers in our place, before each forward.
         refusal: why the ranks have not settled on the buffers that travel, as an error; empty if they have.
     """
@@ -35,12 +39,14 @@ class BufferSchedule(Feature, Companion):
 
     def __init__(self, buffers: BufferSync, *, active: bool) -> None:
         self.before_forward = self.beside_gradients = active
+        self.numbers_differ = False
         self.hook: Callable[[], None] | None = None
         self.refusal = ""
         self._buffers = buffers
         self._question = Question("which buffers travel", self._settle_for_question)
         self._fresh = False  # whether a backward has sent them since the last forward
         self._begun = False  # whether they were sent, or a forward that counts has begun
+        self._local = False  # whether the last forward that counts ran inside no_sync()
         self._in_place = False  # whether the last forward raised, with the buffers that it was to have
 
     def join(self, engine: Engine) -> None:
@@ -61,15 +67,23 @@ class BufferSchedule(Feature, Companion):
         """Whether the next forward sends buffers first. `counts` says that every rank runs it."""
         if not self.before_forward or self._in_place:
             return False
-        return self.hook is not None or ((counts or not self._begun) and not self._fresh)
+        if self.hook is not None or not self._begun:
+            return True
+        return counts and not (self._fresh or self._local or self.numbers_differ)
 
-    def begin_forward(self, *, due: bool, counts: bool = True) -> None:
-        """Send the buffers if they are due: on this rank, or for a rank without input, on the others."""
+    def begin_forward(self, *, due: bool, counts: bool = True, local: bool = False) -> None:
+        """Send the buffers if they are due: on this rank, or for a rank without input, on the others.
+
+        Args:
+            due: whether they are.
+            counts: whether every rank runs this forward.
+            local: whether its backward is not to be averaged.
+        """
         if due:
             self.send()
             self._fresh = self._begun = True
         if counts:
-            self._begun = True
+            self._begun, self._local = True, local
             self._fresh = self._in_place = False
 
     def forward_failed(self) -> None:
@@ -86,6 +100,8 @@ class BufferSchedule(Feature, Companion):
     def backward_begins(self, *, sync: bool, announced: bool) -> None:
         """As `Watcher.backward_begins`. A forward may have changed buffers: some get a shape in the first."""
         if sync and self.beside_gradients:
+            if not self._begun and self.due(counts=False):
+                self.begin_forward(due=True, counts=False)
             self._question.asks = self._buffers.unsettled
 
     def settle(self) -> str:

@@ -287,7 +287,8 @@ class ModuleSync:
         buffers = self.buffers
         if buffers.before_forward or buffers.beside_gradients:
             # Those that stand in for the module's own are the program's. The next forward sends those of the module.
-            buffers.begin_forward(due=own_tensors and buffers.due(counts=counts), counts=counts)
+            due = own_tensors and buffers.due(counts=counts)
+            buffers.begin_forward(due=due, counts=counts, local=not window.require_sync)
         return True
 
     def forward_failed(self, inputs: Inputs) -> None:
@@ -375,6 +376,13 @@ class ModuleSync:
         """Numbers of the ranks that are late in each step, on the first rank; empty as long as none is known to be."""
         board = None if self.phases is None else board_of(self.grads.group)
         return {} if board is None else board.late
+
+    def weigh(self, weight: Any, reduction: Any) -> None:
+        """As `set_gradient_weight` of the wrapper."""
+        self.factors.weigh(weight, reduction)
+        if weight is not None:
+            self.attach_factors()
+            self.buffers.numbers_differ = True
 
     def attach_factors(self) -> None:
         """Have gradients multiplied from the next backward on; a model that never asks for that has no cost of it."""
