@@ -19,6 +19,7 @@ from dpfuse.comm.waiting import board_of, finish
 __all__ = ["FlatBroadcast", "broadcast_flat"]
 
 Write = Callable[[list[Tensor]], None]
+Look = Callable[[Sequence[Tensor], Sequence[Tensor]], None]
 ALIGNMENT = 16  # bytes; the largest element, complex128
 LEAVE_WITHIN = timedelta(seconds=60)
 BROADCAST_BYTES = 250 << 20  # bytes fused into one broadcast, so that a large model needs no second copy of itself
@@ -84,6 +85,7 @@ class FlatBroadcast:
             self._pieces += pieces
             staged_at.update(zip(map(id, same), pieces, strict=True))
         self.values = [staged_at[id(tensor)] for tensor in tensors]
+        self._targets = targets
         self._write = partial(_copy, targets) if writer is None else writer(targets)
 
     def __call__(self, source: int = 0, *, wait: bool = True) -> None:
@@ -127,8 +129,13 @@ class FlatBroadcast:
         for pieces, tensors in self._others:
             torch._foreach_copy_(pieces, tensors)
 
-    def finish(self, *, wait: bool = True) -> None:
-        """Wait for what was started, if anything was. `wait` means the same as in a call of this object."""
+    def finish(self, *, wait: bool = True, look: Look | None = None) -> None:
+        """Wait for what was started, if anything was.
+
+        Args:
+            wait: as in a call of this object.
+            look: gets the tensors and the values that have arrived for them, before these are written.
+        """
         if self._pending is None:
             return
         wire, work = self._pending
@@ -143,6 +150,8 @@ class FlatBroadcast:
                 self._staging.copy_(wire)
             for scalars, _ in self._scalars:
                 scalars.forget()
+            if look is not None:
+                look(self._targets, self._pieces)
             self._write(self._pieces)
 
 

@@ -213,8 +213,6 @@ class GradBucket:
         except Exception as error:
             self._leave_after(error)
             raise
-        for companion in parts.beside:
-            companion.finish()
         for landed in self._delivery_landed:
             landed()
         for tell_of_end in events.bucket_landed:
@@ -224,6 +222,8 @@ class GradBucket:
         self.error = self.error or parts.exchange.error
         if parts.report is not None:
             parts.report.landed(buffer.report if self._sent is buffer.flat else self._room_in(self._sent))
+        for companion in parts.beside:
+            companion.finish()
         self.state, self._work = LANDED, None  # last, so that after an error it can be waited for again
 
     def deliver(self, untouched: Set[int] = frozenset()) -> None:

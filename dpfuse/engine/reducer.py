@@ -821,7 +821,7 @@ class Reducer:
         """Read the report, and do what a rank has asked all ranks for, failed or not."""
         outcome = self._run.outcome
         reading = report.read(outcome, wait=wait, gather=gather)
-        for question in self._wiring.layout.questions:
+        for question in self._wiring.layout.answered:
             if question in report.asked or (question.due and not report.unreadable):
                 question.due = False
                 try:

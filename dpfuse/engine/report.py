@@ -257,6 +257,12 @@ class Report:
         """Return the bits of a place that is compared."""
         return self._bits[place]
 
+    def differ_now(self, place: ReportPlace) -> bool:
+        """Whether the ranks' bits of a place differ in this backward, which has landed; on a CPU."""
+        assert self._sums is not None
+        numbers = self._sums.view[slice(*self._ends(place))].tolist()
+        return any(map(mul, numbers[::2], numbers[1::2]))
+
     def write(self, packed: Tensor, place: ReportPlace, values: Tensor, part: str = "") -> None:
         """Write numbers of a place, or of a part of it, into what is packed, unscaled. Nothing waits.
 
@@ -431,6 +437,8 @@ class Report:
         self.asked = reading.asked
         for place, compared in self._bits.items():
             compared.differs = place.name in reading.told
+            if compared.differs and place.question is not None:
+                self.asked = (*self.asked, place.question)
 
     def follow(self, before: Report) -> None:
         """Tell in the next backward what another report has not told so far, since this one replaces it.

@@ -37,12 +37,14 @@ class ReportPlace:
         compared: whether they are bits, of which a report tells where the ranks differ; else numbers, of which it
             tells the sums.
         parts: where the named parts of it begin and end.
+        question: which all ranks answer where their bits differ; None if there is none.
     """
 
     name: str
     width: int
     compared: bool
     parts: Mapping[str, slice] = field(default_factory=dict)
+    question: Question | None = None
 
 
 class Question:
@@ -70,7 +72,8 @@ class ReportLayout:
     Attributes:
         fields: numbers in which no ranks may differ, the most important first.
         places: in the order in which they lie in a report.
-        questions: in the order in which they are answered.
+        questions: those for which a rank may ask, in the order in which they are answered.
+        answered: these, and those that a difference asks.
 
     Example:
         >>> layout = ReportLayout()
@@ -82,8 +85,16 @@ class ReportLayout:
         self.fields: list[Field] = []
         self.places: list[ReportPlace] = []
         self.questions: list[Question] = []
+        self.answered: list[Question] = []
 
-    def register(self, name: str, width: int | Mapping[str, int], *, compared: bool = False) -> ReportPlace:
+    def register(
+        self,
+        name: str,
+        width: int | Mapping[str, int],
+        *,
+        compared: bool = False,
+        question: Question | None = None,
+    ) -> ReportPlace:
         """Give a feature a place in all reports from the next on.
 
         Args:
@@ -91,14 +102,16 @@ class ReportLayout:
             width: how many numbers, or bits; or that of each part, by name.
             compared: whether the ranks' bits are compared, as pairs; a difference fails no backward. Otherwise numbers
                 are added up.
+            question: which all ranks answer in the backward in which every rank has heard that the bits differ.
         """
         parts: dict[str, slice] = {}
         start = 0
         for part, one in width.items() if isinstance(width, Mapping) else [(name, width)]:
             parts[part] = slice(start, start + one)
             start += one
-        place = ReportPlace(name, start, compared, parts)
+        place = ReportPlace(name, start, compared, parts, question)
         self.places.append(place)
+        self.answered += [question] if question is not None else []
         return place
 
     def compare(self, *fields: Field) -> None:
@@ -108,3 +121,4 @@ class ReportLayout:
     def ask(self, question: Question) -> None:
         """Let each rank ask this question in any synchronised backward."""
         self.questions.append(question)
+        self.answered.append(question)

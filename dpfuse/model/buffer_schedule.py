@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from dpfuse.engine.comm_buffer import CommBuffer
 from dpfuse.engine.feature import Engine, Feature
-from dpfuse.engine.protocols import Companion
+from dpfuse.engine.plan import Bucket
+from dpfuse.engine.protocols import Companion, PackStep
+from dpfuse.engine.report import Report
 from dpfuse.engine.report_layout import Question
 from dpfuse.errors import DPFuseError
 from dpfuse.model.buffers import BufferKind, BufferSync
+from dpfuse.model.written_buffers import WrittenBuffers
 
 __all__ = ["BufferSchedule"]
 
@@ -23,6 +27,9 @@ class BufferSchedule(Feature, Companion):
     and its peers send then. A rank without a forward by then sends in its backward. What follows a forward that raised
     is another attempt.
 
+    Once ranks have written different buffers between such a backward and the next forward, the first forward of each
+    window sends them, too.
+
     Args:
         buffers: to send.
         active: whether to send them, in backward and before a forward.
@@ -31,6 +38,7 @@ class BufferSchedule(Feature, Companion):
         before_forward: whether a forward may have to send them.
         beside_gradients: whether backwards send them. Both may change between backwards, on all ranks.
         numbers_differ: whether ranks may have different numbers of forwards.
+        local: whether the last forward that counts ran inside `no_sync()`.
         hook: what synchronises the buffers in our place, before each forward.
         refusal: why the ranks have not settled on the buffers that travel, as an error; empty if they have.
     """
@@ -39,20 +47,27 @@ class BufferSchedule(Feature, Companion):
 
     def __init__(self, buffers: BufferSync, *, active: bool) -> None:
         self.before_forward = self.beside_gradients = active
-        self.numbers_differ = False
+        self.numbers_differ = self.local = False
         self.hook: Callable[[], None] | None = None
         self.refusal = ""
         self._buffers = buffers
+        self._written = WrittenBuffers(buffers)
         self._question = Question("which buffers travel", self._settle_for_question)
         self._fresh = False  # whether a backward has sent them since the last forward
         self._begun = False  # whether they were sent, or a forward that counts has begun
-        self._local = False  # whether the last forward that counts ran inside no_sync()
         self._in_place = False  # whether the last forward raised, with the buffers that it was to have
 
     def join(self, engine: Engine) -> None:
         """As `Feature.join`: a rank on which buffers have changed asks all ranks to settle on those that travel."""
         self._engine = engine
         engine.layout.ask(self._question)
+        self._written.join(engine)
+
+    def step(self, order: int, bucket: Bucket, buffer: CommBuffer, report: Report | None) -> PackStep | None:
+        """As `Feature.step`: take the report that the next backwards send."""
+        if report is not None:
+            self._written.use(report)
+        return None
 
     def doubt(self) -> None:
         """As that of `BufferSync`."""
@@ -69,21 +84,29 @@ class BufferSchedule(Feature, Companion):
             return False
         if self.hook is not None or not self._begun:
             return True
-        return counts and not (self._fresh or self._local or self.numbers_differ)
+        if self._fresh:
+            return counts and self._written.differ
+        return counts and not (self.local or self.numbers_differ)
 
-    def begin_forward(self, *, due: bool, counts: bool = True, local: bool = False) -> None:
+    def begin_forward(self, *, due: bool, counts: bool = True, local: bool = False, is_own: bool = True) -> None:
         """Send the buffers if they are due: on this rank, or for a rank without input, on the others.
 
         Args:
             due: whether they are.
             counts: whether every rank runs this forward.
             local: whether its backward is not to be averaged.
+            is_own: whether this rank runs it, with the module's own buffers.
         """
+        if counts and self._fresh:
+            if is_own and self.beside_gradients:
+                self._written.before_forward()
+            else:
+                self._written.say_nothing()
         if due:
             self.send()
             self._fresh = self._begun = True
         if counts:
-            self._begun, self._local = True, local
+            self._begun, self.local = True, local
             self._fresh = self._in_place = False
 
     def forward_failed(self) -> None:
@@ -100,8 +123,10 @@ class BufferSchedule(Feature, Companion):
     def backward_begins(self, *, sync: bool, announced: bool) -> None:
         """As `Watcher.backward_begins`. A forward may have changed buffers: some get a shape in the first."""
         if sync and self.beside_gradients:
-            if not self._begun and self.due(counts=False):
-                self.begin_forward(due=True, counts=False)
+            if self._fresh or not self._begun:  # the other ranks may have run a forward
+                self._written.say_nothing()
+                if self.due(counts=True):
+                    self.begin_forward(due=True, counts=False)
             self._question.asks = self._buffers.unsettled
 
     def settle(self) -> str:
@@ -113,6 +138,7 @@ class BufferSchedule(Feature, Companion):
         if not self.beside_gradients:
             return ""
         refusal = self._buffers.settle(self._engine.source)
+        self._buffers.mark()
         self._question.asks = self._buffers.unsettled
         return refusal or ""
 
@@ -125,6 +151,7 @@ class BufferSchedule(Feature, Companion):
         Raises:
             DPFuseError: some ranks have converted a buffer, and others have not.
         """
+        self._written.delivered()
         if self.refusal:
             text, self.refusal = self.refusal, ""
             raise DPFuseError(f"{text} The gradients of this backward are averaged.")
@@ -141,5 +168,9 @@ class BufferSchedule(Feature, Companion):
     def finish(self) -> None:
         """As `Companion.finish`."""
         if self.beside_gradients:
-            self._buffers.finish(self._engine.source)
+            self._written.finish_sending()
             self._fresh = self._begun = True
+
+    def sent_otherwise(self) -> None:
+        """Note that something else has sent the buffers, which counts as a write on all ranks but one."""
+        self._buffers.forget_mark()

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import is_lazy
 
 from dpfuse.comm import collective, votes
@@ -22,7 +24,9 @@ from dpfuse.model.buffer_writer import BufferWriter
 __all__ = ["BufferKind", "BufferSync"]
 
 END = (object(),)  # after what is compared, so that lists of different lengths differ
-_shape_of, _dtype_of = attrgetter("shape"), attrgetter("dtype")
+_shape_of, _dtype_of, _version_of = attrgetter("shape"), attrgetter("dtype"), attrgetter("_version")
+# In training, these forwards take the statistics of their batch, and only write the running ones.
+NORMALISES = (_BatchNorm.forward, _InstanceNorm.forward, nn.SyncBatchNorm.forward)
 SAME, OTHER_SHAPE, CONVERTED = 0, 1, 2  # how a buffer of a rank differs; the number of the rank is added to the last
 
 
@@ -73,6 +77,8 @@ class BufferSync:
         self._last: dict[str, Tensor] = {}  # values that travelled last, also of those that were removed since
         self._broadcasts: list[FlatBroadcast] | None = None
         self._refused = False  # whether the ranks have not settled because of a conversion
+        # The buffers when all ranks had the same values last, and what a write changes; None: unknown.
+        self._marked: tuple[Mapping[str, Tensor], list[tuple[int, int]]] | None = None
         self._look()
         self._settled = self._kinds
         if agreed is not None:  # maybe by ranks of another process, whose device was another one
@@ -174,10 +180,73 @@ class BufferSync:
             for broadcast in self._usual_broadcasts():
                 broadcast.stage()
 
-    def finish(self, source: int) -> None:
-        """Wait for what was started."""
+    def finish(self, source: int, *, compare: bool = False) -> set[str]:
+        """Wait for what was started.
+
+        Returns:
+            The buffers that had other values than those that have arrived, if these are to be compared.
+        """
+        other: set[str] = set()
+        look = partial(self._note_other, other) if compare else None
         for broadcast in self._broadcasts or ():
-            broadcast.finish(wait=False)
+            broadcast.finish(wait=False, look=look)
+        return other
+
+    def _note_other(self, other: set[str], buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        names = {id(buffer): name for name, buffer in self.found.items()}
+        pairs = zip(buffers, values, strict=True)
+        other.update(names[id(buffer)] for buffer, value in pairs if not _have_same_bits(buffer, value))
+
+    def mark(self) -> None:
+        """Note that all ranks have the same values now, so that `written` tells what is written from here on."""
+        self.look_for_others()
+        self._marked = self.found, _writes_of(self._travelling)
+
+    def forget_mark(self) -> None:
+        """Note that it is unknown whether all ranks have the same values."""
+        self._marked = None
+
+    def written(self, *, compare: bool) -> list[str] | None:
+        """Return the buffers that travel and were written since all ranks had the same values; None if it is unknown.
+
+        Statistics of a layer that normalises by its batch are not among them, since its forward only writes them.
+
+        Args:
+            compare: whether to compare values on a CPU, too: some writes leave no trace, such as those to `.data`.
+        """
+        if self._marked is None:
+            return None
+        found, writes = self._marked
+        replaced = self._were_replaced()
+        if not (compare or replaced) and found is self.found and writes == _writes_of(self._travelling):
+            return []
+        self.look()
+        before = dict(zip(found, writes, strict=True))
+        now = zip(self.found, _writes_of(self._travelling), strict=True)
+        names = {name for name, write in now if before.get(name) != write}
+        if compare and self._fits and self._broadcasts is not None:
+            sent = chain.from_iterable(broadcast.values for broadcast in self._broadcasts)
+            names.update(
+                name
+                for name, value in zip(self._by_device(), sent, strict=True)
+                if value.is_cpu and not _have_same_bits(self.found[name], value)
+            )
+        names = names.difference(self._only_written()) if names else names
+        return [name for name in self.agreed if name in names]
+
+    def _by_device(self) -> list[str]:
+        """Return the names of the buffers that travel, in the order of the values of all broadcasts."""
+        devices = dict.fromkeys(kind.device for kind in self.agreed.values())
+        return [name for device in devices for name, kind in self.agreed.items() if kind.device == device]
+
+    def _only_written(self) -> list[str]:
+        """Return the buffers that the next forward writes and does not read."""
+        return [
+            f"{prefix}.{key}" if prefix else key
+            for prefix, layer in self._module.named_modules()
+            if layer.training and getattr(type(layer), "forward", None) in NORMALISES
+            for key in layer._buffers
+        ]
 
     def _send_stand_ins(self, source: int) -> None:
         stand_ins = {
@@ -281,6 +350,26 @@ def _travelling_parts(buffer: Tensor | None) -> Mapping[str, Tensor]:
     # One without memory, though it has elements, is one that a program has freed.
     freed = any((memory := memory_of(each)).numel() and not memory.data_ptr() for each in parts.values())
     return {} if freed else parts
+
+
+def _have_same_bits(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(_bytes_of(one), _bytes_of(other))
+
+
+def _bytes_of(buffer: Tensor) -> Tensor:
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        # One element is contiguous with any stride, but has bytes only with the usual one.
+        return buffer.detach().resolve_conj().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
+
+
+def _writes_of(buffers: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """Return what changes where a buffer is written or replaced: its version, and its address."""
+    with torch._C.DisableTorchFunctionSubclass():
+        addresses = map(Tensor.data_ptr, buffers)
+        try:
+            return list(zip(map(_version_of, buffers), addresses, strict=True))
+        except RuntimeError:  # one was made in inference mode, where torch counts no writes
+            return [(0 if buffer.is_inference() else buffer._version, buffer.data_ptr()) for buffer in buffers]
 
 
 def _traits(buffers: Sequence[Tensor]) -> tuple[list[int], list[torch.Size], list[torch.dtype]]:

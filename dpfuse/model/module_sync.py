@@ -288,7 +288,7 @@ class ModuleSync:
         if buffers.before_forward or buffers.beside_gradients:
             # Those that stand in for the module's own are the program's. The next forward sends those of the module.
             due = own_tensors and buffers.due(counts=counts)
-            buffers.begin_forward(due=due, counts=counts, local=not window.require_sync)
+            buffers.begin_forward(due=due, counts=counts, local=not window.require_sync, is_own=own_tensors)
         return True
 
     def forward_failed(self, inputs: Inputs) -> None:
@@ -336,6 +336,7 @@ class ModuleSync:
         named = named_kinds(params, others if buffers else {})
         send_tensors(named.values(), self.grads.group, self.grads.source)
         send_foreign(named, self.grads.group, self.grads.source)
+        self.buffers.sent_otherwise()
         if self.weights is not None:
             self.weights.synchronized()
 
