@@ -123,6 +123,33 @@ def test_without_a_number_no_element_is_sent_for_it():
     assert make_report(has_number=True).numel - make_report().numel == 64
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_a_difference_asks_its_question_of_every_rank(late, device):
+    """On a GPU in the next backward, in which every rank has heard of it."""
+    reports = []
+    for rank in range(2):
+        layout, question = ReportLayout(), Question("why", lambda: None)
+        place = layout.register("number", 32, compared=True, question=question)
+        assert (layout.questions, layout.answered) == ([], [question])
+        report = engine_inputs.make_report(PARAMS, rank=rank, layout=layout)
+        report.is_on_cpu = not late
+        reports.append((report, place, question))
+    heard = []
+    for numbers in ((5, 5), (5, 7), (5, 5)):
+        total = torch.zeros(reports[0][0].numel)
+        for (report, place, _), number in zip(reports, numbers, strict=True):
+            write_number(number, report.compared(place).pairs)
+            total += report.source(outcome())
+        for report, place, question in reports:
+            report.landed(total.as_subclass(OnDevice) if late else total)
+            assert late or report.differ_now(place) == (numbers[0] != numbers[1])
+            assert report.read(outcome(), wait=False, gather=False).all_well
+            report.hand_over()
+            assert report.asked in [(), (question,)]
+            heard.append(bool(report.asked))
+    assert heard == ([False] * 4 + [True] * 2 if late else [False] * 2 + [True] * 2 + [False] * 2)
+
+
 # --- Every bit, through any sum ---
 
 rank_states = st.fixed_dictionaries(

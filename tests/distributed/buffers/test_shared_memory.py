@@ -129,8 +129,6 @@ def beside_torch(rank, size, face, alias, way, first):
 def test_losses_and_gradients_are_those_of_torch(ranks, alias, way, face):
     if way is two_forwards and TORCH < (2, 12):
         pytest.skip("torch's class marks what a graph holds as written")
-    if way is accumulated and face == "paddle":
-        pytest.skip("its forwards send buffers in no_sync(), too")
     ranks(beside_torch, face, alias, way, 0)
 
 

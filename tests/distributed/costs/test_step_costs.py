@@ -66,6 +66,15 @@ def test_a_step_sends_each_bucket_once_and_nothing_else(rank, size):
     assert 0 <= times.exposed <= times.seconds + 1
 
 
+@pytest.mark.parametrize("wrap", [dpfuse.DataParallel, dpfuse.DistributedDataParallel])
+def test_the_report_takes_a_kilobyte_beside_a_flag_for_each_parameter(rank, size, wrap):
+    model = wrap(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    for _ in range(3):
+        model(torch.randn(3, 4)).sum().backward()
+    report = model.reducer.buckets[-1].parts.report
+    assert 4 * (report.numel - len(list(model.parameters()))) <= 1024
+
+
 def test_no_sync_sends_nothing(rank, size):
     model = dpfuse.DataParallel(nn.Linear(8, 8))
     with dpfuse.time_communication(model) as times, model.no_sync():
