@@ -361,3 +361,16 @@ def test_a_settled_step_exchanges_nothing_more(rank, size):
                 model(batch(rank, step)).backward()
         collectives = [name for name in done.names if name in ("allreduce_", "broadcast_", "allgather_")]
         assert collectives == ["allreduce_"] * collectives.count("allreduce_") + ["broadcast_"]
+
+
+def test_a_model_that_grows_is_asked_nothing_of_a_report_that_has_not_travelled(rank, size):
+    net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    model = dpfuse.DataParallel(net, broadcast_buffers=True)
+    for step in range(6):
+        if step == 3:
+            net.append(nn.Linear(3, 3))
+        model.zero_grad()
+        model(torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * step + rank))).sum().backward()
+    everyone = [torch.zeros_like(net[1].running_mean) for _ in range(size)]
+    dist.all_gather(everyone, net[1].running_mean)
+    assert torch.equal(*everyone)
