@@ -36,7 +36,7 @@ class OwnGradient:
         """Copy before the average, on a CPU, so that `was_equal` can tell. No average has written its gradient yet."""
         grad = param.grad
         self._look = None
-        if grad is not None and has_strides(grad) and grad.is_cpu and grad.numel():
+        if param.requires_grad and grad is not None and has_strides(grad) and grad.is_cpu and grad.numel():
             self._look = param, sample_of(grad)
 
     def was_equal(self) -> bool:
@@ -56,7 +56,11 @@ class OwnGradient:
         Args:
             params: those of the bucket that is packed last, by name. No average has written their gradients yet.
         """
-        fitting = {name: param for name, param in params.items() if is_plain(param) and has_strides(param.grad)}
+        fitting = {
+            name: param
+            for name, param in params.items()
+            if param.requires_grad and is_plain(param) and has_strides(param.grad)  # a frozen one keeps what it has
+        }
         self._param, self._before = None, None
         if fitting:
             self._param = best_of(fitting)[-1][1]

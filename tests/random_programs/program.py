@@ -391,7 +391,8 @@ class Program:
         if recompute == "reentrant":  # a second use makes more marks in a backward, which is refused
             forwards = 1
         twice = shared.random() < 0.15 and not (self._owes or self.sharded or recompute == "reentrant")
-        twice = twice and isinstance(self.net.norm, nn.LayerNorm)
+        # A hook halves the mean of the first one only on ranks that use the parameter in the second one, too.
+        twice = twice and isinstance(self.net.norm, nn.LayerNorm) and not self._hooks
         uses = [self._branches(same=same) for _ in range(forwards)]
         batches = [self._batch().requires_grad_(recompute == "reentrant") for _ in range(forwards)]
 
