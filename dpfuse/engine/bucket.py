@@ -244,8 +244,8 @@ class GradBucket:
     def delivered(self) -> list[Tensor]:
         """Return the parameters to which the last backward has given a gradient.
 
-        One that was frozen keeps what is in its `.grad`, which is no gradient of that backward. So does one that no
-        rank has used.
+        A frozen parameter keeps what is in its `.grad`, and that is no gradient of this backward. A parameter that no
+        rank has used keeps it, too.
         """
         if not self.untouched:
             return self.params

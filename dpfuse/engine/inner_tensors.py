@@ -69,9 +69,9 @@ def has_memory(tensor: Tensor) -> bool:
 
 
 def memory_of(tensor: Tensor) -> Tensor:
-    """Return a tensor with memory as one that torch itself computes with: a plain one stays, another one has an alias.
+    """Return a plain tensor on the memory of this one: itself if it is plain, else an alias.
 
-    So no operation of a class is needed to read the values or to write them.
+    The alias reads and writes the values without any operation of the tensor's class.
     """
     if type(tensor) in _PLAIN:
         return tensor

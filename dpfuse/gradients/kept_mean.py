@@ -49,12 +49,12 @@ class KeptMean:
 
     @torch.no_grad()
     def multiply(self, params: Collection[Tensor], weight: Tensor | float, held: Collection[int] = ()) -> None:
-        """Multiply by `weight` what the gradients of these parameters are of a mean, and begin another window.
+        """Multiply the mean that is inside of these gradients by `weight`, and begin another window.
 
         Args:
             params: whose gradients are averaged next.
             weight: of this rank, a number or [] float32 on their device.
-            held: ids of parameters whose gradients are elsewhere for now. What is missing is put into `.grad`.
+            held: ids of parameters whose gradients lie in their bucket. What the product adds goes into `.grad`.
         """
         for param in self._new_of(params):
             if param.grad is not None:

@@ -74,7 +74,7 @@ class RankComparison:
         if self._inputs.known and not self._batches.decided:
             words |= {"hashed": [1.0], "inputs": self._inputs.word()}
             if self._batches.nearly_told and not capturing():
-                words["alike"] = [float(self.own.is_alike())]
+                words["parallel"] = [float(self.own.is_parallel())]
                 self.own.packed(params())
         self._words.tell(report, packed, words)
         self._inputs = InputHash()

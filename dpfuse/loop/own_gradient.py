@@ -74,10 +74,10 @@ class OwnGradient:
                 self._copy = HostCopy(torch.stack([self._before, now]))
         self._param = self._before = None
 
-    def is_alike(self) -> bool:
-        """Whether the last mean has the direction of what this rank had, as far as that is known. Waits for the device.
+    def is_parallel(self) -> bool:
+        """Whether the last mean has the direction of this rank's own gradient. Waits for the device.
 
-        A sum has it, too. Each mean is told of once.
+        It is False where that is unknown, and after a first answer for the same mean.
         """
         copy, self._copy = self._copy, None
         if copy is None:

@@ -22,7 +22,7 @@ WIDTHS = {
     "there": 1,  # the rank takes part
     "hashed": 1,  # its inputs have a hash
     "inputs": 8,  # that hash
-    "alike": 1,  # the mean before had the direction of what this rank had
+    "parallel": 1,  # the mean before had the direction of this rank's own gradient
     "training": 1,  # the training flag of the module
     "float16": 1,  # the dtype of autocast
     "bfloat16": 1,

@@ -31,7 +31,7 @@ class SameBatches:
 
     def __init__(self, facts: LoopFacts) -> None:
         self.decided = False
-        self._differ = self._alike = False
+        self._differ = self._parallel = False
         self._facts = facts
         self._before: list[float] = []
         self._steps = 0
@@ -52,7 +52,7 @@ class SameBatches:
         if not sums.all_set("hashed"):
             self._steps = 0
             return
-        self._alike = sums.all_set("alike") or (self._alike and self._steps > 0)
+        self._parallel = sums.all_set("parallel") or (self._parallel and self._steps > 0)
         own = sums.own("inputs")
         if not sums.same("inputs"):
             self.decided = self._differ = True
@@ -72,7 +72,7 @@ class SameBatches:
             "and other ones than in the step before."
         )
         do = "give the loader a DistributedSampler, or let the rank be part of the seed with which samples are drawn"
-        if self._alike:
+        if self._parallel:
             findings.tell(
                 SAME_BATCHES,
                 f"{seen} Every rank computes on the same batches, so more ranks do not mean more data. Expected other "

@@ -113,7 +113,7 @@ class BufferWriter:
         return not users.hidden and self._copy_for_graphs(buffer, users)
 
     def _renew(self, buffer: Tensor) -> bool:
-        """Give a buffer other memory, with any values, if that is possible; graphs keep the one that it had."""
+        """Give a buffer other memory, with any values, if that is possible; graphs keep its old memory."""
         with torch.inference_mode(False), torch.no_grad():
             return self._exchange([buffer], [torch.empty_like(buffer)])
 

@@ -347,7 +347,7 @@ def _travelling_parts(buffer: Tensor | None) -> Mapping[str, Tensor]:
     parts = inner_tensors(local_of(buffer)) or {}
     if any(memory_of(each).is_meta for each in parts.values()):
         return {}
-    # One without memory, though it has elements, is one that a program has freed.
+    # A program has freed a tensor that has elements and no memory.
     freed = any((memory := memory_of(each)).numel() and not memory.data_ptr() for each in parts.values())
     return {} if freed else parts
 

@@ -75,7 +75,7 @@ def reading_of(
     Only a hook that takes any name, or that cannot be tried, leaves it to the keys: whether they have the prefix.
 
     Args:
-        state: of this module, or of a wrapper around it; also of one that torch.compile had compiled.
+        state: of this module or of a wrapper around it, compiled by torch.compile or not.
         module: without the wrapper.
         versions: of the modules, as the state dict has them; None where it has none.
         prefixed: whether the wrapper's own state dicts have the prefix `module.`.

@@ -121,8 +121,8 @@ class WrittenBuffers:
                     f"rank {engine.group.rank()}: after synchronised backward {engine.completed - late} and before the "
                     f"next forward, buffer {name!r} was written on rank {_listed(wrote)}, and not on rank "
                     f"{_listed(others)}. That forward had other values on each; expected the same writes on every "
-                    "rank. From now on buffers are sent before forwards, as torch's class sends them. Write the buffer "
-                    "on every rank, and they need not be."
+                    "rank. From now on buffers are sent before forwards, as torch's class sends them. To save that, "
+                    "write the buffer on every rank."
                 )
                 return
 
