@@ -12,6 +12,7 @@ from dpfuse.version import __version__
 
 if TYPE_CHECKING:
     from dpfuse.checkpoint import load_checkpoint, save_checkpoint
+    from dpfuse.comm.memory_errors import OutOfMemoryError
     from dpfuse.data_parallel import DataParallel
     from dpfuse.ddp import DistributedDataParallel
     from dpfuse.ddp.patch import patch
@@ -43,6 +44,7 @@ __all__ = [
     "DistributedDataParallel",
     "GradScaler",
     "LoopWarning",
+    "OutOfMemoryError",
     "ParallelEnv",
     "ParamSpec",
     "ShardedOptimizer",
@@ -72,6 +74,7 @@ __all__ = [
 # The modules that define these names, without `autotune`, which most programs never need.
 _HOMES = {
     "dpfuse.checkpoint": ("load_checkpoint", "save_checkpoint"),
+    "dpfuse.comm.memory_errors": ("OutOfMemoryError",),
     "dpfuse.data_parallel": ("DataParallel",),
     "dpfuse.ddp": ("DistributedDataParallel",),
     "dpfuse.ddp.patch": ("patch",),

@@ -177,7 +177,9 @@ class DataParallel(SyncedModule):
         if not use_structured_name:
             names = own_names(self.module)
             state_dict = {names.get(key, key): value for key, value in state_dict.items()}
-        return load_leniently(self.module, without_prefix(state_dict, self.module))
+        missing, unexpected = load_leniently(self.module, without_prefix(state_dict, self.module))
+        self._loaded(missing)
+        return missing, unexpected
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As torch does it, for names with or without `module.` or `_orig_mod.`, tensors or numpy arrays.
@@ -196,7 +198,9 @@ class DataParallel(SyncedModule):
         """
         own = without_prefix(state_dict, self.module)
         with naming_keys(state_dict, own):
-            return self.module.load_state_dict(own, strict=strict, assign=assign)
+            result = self.module.load_state_dict(own, strict=strict, assign=assign)
+        self._loaded(result.missing_keys)
+        return result
 
     def __getattr__(self, name: str) -> Any:
         try:

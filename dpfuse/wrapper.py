@@ -209,7 +209,7 @@ class SyncedModule(nn.Module):
         where `functional_call()` replaces all parameters by other leaves.
 
         Raises:
-            DPFuseError: the last backward was interrupted on some ranks only.
+            DPFuseError: gradients of a backward before were not averaged, or the ranks can no longer reach each other.
         """
         # Straight from the dict: an attribute that is a module is looked up in Python.
         sync, module = self._sync, self._modules["module"]
@@ -223,23 +223,23 @@ class SyncedModule(nn.Module):
             if tracer is not None:
                 sync.finish_parameters()
             takes_part = sync.before_forward((inputs, kwargs))
-            set_tracer(tracer)
             try:
+                set_tracer(tracer)
                 outputs = call(*inputs, **kwargs)
+                set_tracer(None)
+                sync.after_forward(outputs, takes_part=takes_part)
+                if takes_part:
+                    self._forward_ended()
+                return outputs
             except BaseException:
                 if takes_part:
-                    sync.forward_failed((inputs, kwargs))
+                    sync.forward_failed()
                 raise
-            set_tracer(None)
-            sync.after_forward(outputs, takes_part=takes_part)
-            if takes_part:
-                self._forward_ended()
         except Exception as error:
-            sync.grads.track.failed(error)
+            sync.grads.track.failed(error, sync.grads.completed)
             raise
         finally:
             set_tracer(tracer)
-        return outputs
 
     leave_untraced(forward)
 
@@ -343,13 +343,14 @@ class SyncedModule(nn.Module):
         return self._micro_loop("gather_micro_batches()").gather(values)
 
     def _micro_loop(self, caller: str) -> MicroLoop:
-        loop = None if self._sync is None else self._sync.micro_loop
-        if loop is None:
+        sync = self._sync
+        if sync is None or sync.micro_loop is None:
             raise DPFuseError(
                 f"{caller} was called on a wrapper without fixed_micro_batches, expected a number. Pass for example "
                 "fixed_micro_batches=8 to the wrapper."
             )
-        return loop
+        sync.complete_failed()
+        return sync.micro_loop
 
     @property
     def stop_requested(self) -> bool:
@@ -387,7 +388,7 @@ class SyncedModule(nn.Module):
         Raises:
             DPFuseError: as `stop_requested`.
         """
-        return tell_program(own_reason() if self._sync is None else self._sync.stop.reason())
+        return tell_program(own_reason() if self._sync is None else self._sync.stop_reason())
 
     @contextmanager
     def rank_zero_work(self) -> Iterator[bool]:
@@ -567,6 +568,12 @@ class SyncedModule(nn.Module):
         """
         if self._sync is not None:
             self._sync.synchronize_weights()
+
+    def _loaded(self, missing: Sequence[str]) -> None:
+        """Note that a state was loaded, as on every rank; `missing` are the names that it had not."""
+        sync = self._sync_if_any()
+        if sync is not None and not missing:
+            sync.grads.lost.weights_replaced()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As that of every module, also for what lies in buckets; it calls `discard_accumulated()`."""

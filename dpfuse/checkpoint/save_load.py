@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -37,6 +37,7 @@ from dpfuse.engine.torch_private import uncompiled
 from dpfuse.engine.user_line import warn_at_user
 from dpfuse.errors import DPFuseError, WeightsWarning
 from dpfuse.findings import WEIGHTS
+from dpfuse.model.module_sync import ModuleSync
 from dpfuse.model.state_dict import without_prefix
 from dpfuse.stopping.deadline import deadline
 from dpfuse.weights.finding import tell_known
@@ -117,8 +118,9 @@ def save_checkpoint(
     what = "save_checkpoint"
     group = _group_of(model, group)
     wrappers = wrappers_in(model)
-    syncs = [wrapper._sync for wrapper in wrappers.values() if wrapper._sync is not None]
+    syncs = _syncs_of(wrappers)
     for sync in syncs:
+        sync.complete_failed()
         if sync.weights is not None and group is sync.grads.group:
             sync.weights.settle()  # before weights are saved that a rank suspects
         if known := sync.differing_weights:
@@ -212,6 +214,8 @@ def load_checkpoint(
     what = "load_checkpoint"
     group = _group_of(model, group)
     wrappers = wrappers_in(model)
+    for sync in _syncs_of(wrappers):
+        sync.complete_failed()
     parts = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     asked = {name: value for name, value in parts.items() if value is not None}
     with_random = optimizer is not None if random_state is None else random_state
@@ -269,6 +273,8 @@ def load_checkpoint(
             set_random_state(own["random"])
         elif with_random:
             seed_from(own["of_first"], 0 if group is None else group.rank())
+        for sync in _syncs_of(wrappers):
+            sync.grads.lost.weights_replaced()
         for wrapper in wrappers.values():
             if wrapper.error_feedback is not None:
                 wrapper.error_feedback.reset()
@@ -283,6 +289,10 @@ def load_checkpoint(
             if "plan" in of_wrapper:
                 use_saved_plan(wrappers.get(name), of_wrapper["plan"], group)
     return loaded
+
+
+def _syncs_of(wrappers: Mapping[str, SyncedModule]) -> list[ModuleSync]:
+    return [wrapper._sync for wrapper in wrappers.values() if wrapper._sync is not None]
 
 
 def _saved_of(wrapper: SyncedModule) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from dpfuse.comm import collective
 from dpfuse.comm.failed import has_raised
+from dpfuse.comm.memory_errors import error_of
 from dpfuse.errors import DPFuseError
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
 ]
 
 FAILURE = "failed: "  # first word of the text of a rank whose own checks failed
+NO_MEMORY = 2  # in its header, where 1 tells of any other failure
 Result = TypeVar("Result")
 SHORT_TEXT = 62  # bytes
 SHARED_TEXT = 510  # bytes
@@ -59,6 +61,7 @@ def agree_on_text(
     *,
     ready: bool = True,
     number: int = 0,
+    out_of_memory: bool = False,
 ) -> Agreed:
     """Compare `text` over the ranks: one small fixed-size exchange, and the texts only if they differ.
 
@@ -69,6 +72,7 @@ def agree_on_text(
         remedy: what to do about a difference.
         ready: a fact of this rank, in which ranks may differ.
         number: another one, below 2**63.
+        out_of_memory: whether the text is a failure for want of memory. The error is then of torch's class, too.
 
     Returns:
         What the ranks have said in the last two.
@@ -78,9 +82,9 @@ def agree_on_text(
             the first line in which it does.
     """
     try:
-        header = _header_of(text, group, ready, number)
-    except Exception:
-        header = _header_of(text, group, ready, number)  # memory may have been short for a moment, and the peers wait
+        header = _header_of(text, group, ready, number, out_of_memory)
+    except Exception:  # memory may have been short for a moment, and the peers wait
+        header = _header_of(text, group, ready, number, out_of_memory)
     rows: list[torch.Tensor] = []
     try:
         rows[:] = collective.all_gather(header, group)
@@ -94,9 +98,10 @@ def agree_on_text(
         return _compare(rows, text, group, what, remedy)
 
 
-def _header_of(text: str, group: dist.ProcessGroup, ready: bool, number: int) -> torch.Tensor:
+def _header_of(text: str, group: dist.ProcessGroup, ready: bool, number: int, out_of_memory: bool) -> torch.Tensor:
     data = text.encode()
-    header = [len(data), *hashlib.sha256(data).digest(), data.startswith(FAILURE.encode()), ready, number]
+    failed = data.startswith(FAILURE.encode()) + out_of_memory
+    header = [len(data), *hashlib.sha256(data).digest(), failed, ready, number]
     return torch.tensor(header, dtype=torch.int64, device="cpu").to(collective.group_device(group))
 
 
@@ -110,7 +115,7 @@ def _compare(rows: Sequence[torch.Tensor], text: str, group: dist.ProcessGroup, 
     failed = next((rank for rank, row in enumerate(headers) if row[-1]), None)
     if failed is not None:
         reason = _text_of(failed, headers[failed][0], data, group, device).removeprefix(FAILURE)
-        raise DPFuseError(f"{what} failed on rank {failed}: {reason}")
+        raise error_of(f"{what} failed on rank {failed}: {reason}", out_of_memory=headers[failed][-1] == NO_MEMORY)
     if differing is None:
         return Agreed(all(readiness), tuple(numbers))
     ours = _text_of(0, headers[0][0], data, group, device).splitlines()
@@ -124,13 +129,18 @@ def _compare(rows: Sequence[torch.Tensor], text: str, group: dist.ProcessGroup, 
     raise error
 
 
-def report_failure(error: Exception, group: dist.ProcessGroup, what: str) -> None:
+def report_failure(error: BaseException, group: dist.ProcessGroup, what: str) -> None:
     """Take part in the `agree_on_text` of the peers on a rank that has failed.
 
     The peers raise an error with the text of `error` instead of waiting for this rank.
     """
     with suppress(DPFuseError):
-        agree_on_text(FAILURE + str(error), group, what)
+        agree_on_text(
+            FAILURE + (str(error) or type(error).__name__),
+            group,
+            what,
+            out_of_memory=isinstance(error, torch.OutOfMemoryError),
+        )
 
 
 def agree_on_success(function: Callable[[], Result], group: dist.ProcessGroup, what: str) -> Result:
@@ -141,9 +151,12 @@ def agree_on_success(function: Callable[[], Result], group: dist.ProcessGroup, w
     """
     try:
         result = function()
-    except Exception as error:
+    except BaseException as error:
         report_failure(error, group, what)
-        raise DPFuseError(f"{what} failed on rank {group.rank()}: {error}") from error
+        if not isinstance(error, Exception):
+            raise
+        out_of_memory = isinstance(error, torch.OutOfMemoryError)
+        raise error_of(f"{what} failed on rank {group.rank()}: {error}", out_of_memory=out_of_memory) from error
     agree_on_text("", group, what)
     return result
 

@@ -118,6 +118,7 @@ class Board:
         self.thread = get_ident()
         self.device_done: Callable[[], bool] | None = None  # whether the device has run the last collective
         self.error = ""  # the error that last ended a forward
+        self.failed_step = 0  # the synchronised backward, from 1, before which it did
         self.gave_up = False  # whether a wait has ended because another rank failed
         self.progress: _DeviceProgress | None = None  # of the current CUDA device
         self.sections = 0  # that only the first rank runs, and that this rank has entered
@@ -152,9 +153,13 @@ class Track:
         self._board.thread = get_ident()
         self._board.place = (self._wrapper, FORWARD, completed, -1)
 
-    def failed(self, error: Exception) -> None:
-        """Write that a forward raised `error`: the process may end without telling its peers why."""
+    def failed(self, error: Exception, completed: int) -> None:
+        """Write that a forward raised `error`, after `completed` synchronised backwards.
+
+        The process may end without telling its peers why, or may have fewer batches than they have.
+        """
         self._board.error = f"{type(error).__name__}: {error}"
+        self._board.failed_step = completed + 1
 
 
 _boards: weakref.WeakKeyDictionary[Any, Board] = weakref.WeakKeyDictionary()

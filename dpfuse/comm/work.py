@@ -126,5 +126,10 @@ class StagedWork(dist.Work):
         return told
 
     def _start_next(self) -> None:
-        self._work = next(self._stages)
+        try:
+            self._work = next(self._stages)
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                mark(error)  # no later call can go on where an interrupt has struck
+            raise
         self._to_start -= 1

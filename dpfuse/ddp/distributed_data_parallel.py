@@ -308,7 +308,9 @@ class DistributedDataParallel(TorchHooks, Joinable):
         """
         own = with_prefix(state_dict, self.module) if isinstance(state_dict, Mapping) else state_dict
         with naming_keys(state_dict, own):
-            return super().load_state_dict(own, strict=strict, assign=assign)
+            result = super().load_state_dict(own, strict=strict, assign=assign)
+        self._loaded(result.missing_keys)
+        return result
 
     @property
     def broadcast_buffers(self) -> bool:

@@ -80,7 +80,9 @@ class UnevenInputsHook(JoinHook):
         self._model = cast("_Joined", weakref.proxy(model))
         self._sync, self._grads = sync, sync.grads
         self._divide_by_active = not divide_by_initial_world_size
-        self._shadowed = False  # whether other ranks shadow a backward of this one
+        self._synchronises = False  # whether the last turn of this rank was one whose backward is synchronised
+        self._shadowed = False  # whether other ranks shadow that backward
+        self._completed = 0  # synchronised backwards before it
         self._kept: list[tuple[Tensor, Tensor | None]] = []  # gradients from the time when this rank had inputs
         self.end()
         sync.before_collectives = self.before_forward
@@ -90,10 +92,12 @@ class UnevenInputsHook(JoinHook):
 
         Raises:
             RuntimeError: some rank has no input, and that is to end the training loop on all ranks.
-            DPFuseError: no backward followed the forward before; some ranks are inside `no_sync()`, others not.
+            DPFuseError: the forward before has not been averaged; some ranks are inside `no_sync()`, others not.
         """
         if not self._model._join_config.enable:
             return
+        if self._synchronises and self._sync.window.excused:
+            return  # a forward of this turn has raised, and what runs in its place belongs to the same turn
         reducer = self._grads.reducer
         self.expect_no_backward()
         work = Join.notify_join_context(cast("Joinable", self._model))
@@ -105,30 +109,34 @@ class UnevenInputsHook(JoinHook):
             | (Turn.BUFFERS if self._sync.buffers_due else 0)
             | (Turn.BUFFERS_AFTER if self._sync.buffers.beside_gradients else 0)
         )
+        self._synchronises, self._completed = reducer.require_sync, reducer.completed
         self._shadowed = reducer.require_sync and 0 in turns
-        if self._shadowed:
-            self._sync.window.request(True)  # now, for the forward may raise
 
     def expect_no_backward(self) -> None:
-        """Make sure that no rank waits for the backward of a forward of this one.
+        """Make sure that no rank waits for the backward of a forward of this one, and that none has ended its join.
 
         Raises:
             DPFuseError: some did; these raise an error too.
         """
-        reducer = self._grads.reducer
-        if not (self._shadowed and self._sync.window.owes_backward):
+        reducer, window, rank = self._grads.reducer, self._sync.window, self._grads.group.rank()
+        if not self._shadowed:
             return
-        try:
+        if window.owes_backward or window.excused:
+            window.request(True)  # whatever the forward asks for that is about to begin
             reducer.open(announced=True)
             reducer.abandon()
             reducer.drain()
-        except DPFuseError as error:
-            rank = self._grads.group.rank()
             raise DPFuseError(
                 f"rank {rank} ran a forward inside join() without reducing its gradients afterwards, while ranks that "
                 "have no input left shadow one backward of each forward; expected forward and backward in turn. Run "
                 "a forward that gets no backward of its own under torch.no_grad() or inside no_sync()."
-            ) from error
+            )
+        if reducer.completed == self._completed:
+            raise DPFuseError(
+                f"rank {rank}: the last backward inside join() failed, so the ranks that have no input left have "
+                "raised an error, too, and shadow no further one; expected all to go well once a rank has no input "
+                "left. Leave join() on every rank."
+            )
 
     def main_hook(self) -> None:
         """Shadow one iteration of the ranks that still have inputs.

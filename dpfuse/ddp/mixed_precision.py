@@ -14,7 +14,7 @@ from dpfuse.engine.torch_private import leave_untraced, set_tracer
 from dpfuse.model.transforms import may_have_backward
 
 if TYPE_CHECKING:
-    from dpfuse.engine.autograd import BackwardListener
+    from dpfuse.engine.autograd import BackwardListener, Reached
 
 __all__ = ["MixedPrecision"]
 
@@ -177,3 +177,6 @@ class _CopiesInBackward:
     def abandon(self, *, opened: bool) -> None:
         self._precision.leave_backward()
         self._listener.abandon(opened=opened)
+
+    def raised(self, error: BaseException, *, opened: bool, reached: Reached) -> None:
+        self._listener.raised(error, opened=opened, reached=reached)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from itertools import count
 from types import FrameType
 from typing import Any, Protocol
 
@@ -21,8 +22,10 @@ from dpfuse.engine.torch_private import (
     EndOfCompiledBackward,
     call_last,
     compiled_backward,
+    engine_run_backward,
     hook_tables,
     leave_untraced,
+    put_before_engine,
     put_hooks,
 )
 from dpfuse.errors import DPFuseError
@@ -30,6 +33,7 @@ from dpfuse.errors import DPFuseError
 __all__ = [
     "BackwardListener",
     "BackwardWatch",
+    "Reached",
     "ReadyHooks",
     "backward_is_nested",
     "backward_runs",
@@ -40,7 +44,7 @@ __all__ = [
 ]
 
 # What each backward that Python starts, and each backward of a user's autograd function, goes through.
-_ENGINE = torch.autograd.graph._engine_run_backward.__code__
+_ENGINE = engine_run_backward.__code__
 _OWN_BACKWARD = torch.autograd.function.BackwardCFunction.apply.__code__
 _queue_callback: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 WHY_UNTRACED = "dpfuse notes here that a backward begins; under compiled autograd, compile without fullgraph=True"
@@ -120,6 +124,10 @@ class ReadyHooks:
             handle.remove()
         self._handles = {}
         self._planned = self._params = ()
+
+    def any_on(self, leaves: Collection[int]) -> bool:
+        """Whether one of these hooks is on one of these leaves, given by their ids."""
+        return any(id(param) in leaves for param in self._params)
 
     def is_on(self, param: Tensor) -> bool:
         """Whether one of these hooks is on `param`."""
@@ -254,6 +262,21 @@ class BackwardListener(Protocol):
     def abandon(self, *, opened: bool) -> None:
         """The backward died of an exception. `opened` says whether `open` had returned; `close` may have, too."""
 
+    def raised(self, error: BaseException, *, opened: bool, reached: Reached) -> None:
+        """A backward of this process has raised this; `abandon` was called before, on a GPU perhaps after it.
+
+        `opened` says whether that backward had been opened, and `reached` knows into what it was to accumulate.
+        """
+
+
+class Reached(Protocol):
+    """Returns whether a backward was to accumulate gradients into any of these parameters.
+
+    With `alone`, it must not accumulate into parameters of another wrapper, too.
+    """
+
+    def __call__(self, params: Sequence[Tensor], *, alone: bool) -> bool: ...
+
 
 # A callback that the autograd engine holds as long as the backward lives, and frees with it. If it was never called by
 # then, the backward died of an exception. It is an object in C: the traceback of an error in a frame of its own would
@@ -281,14 +304,29 @@ class BackwardWatch:
         self._task: weakref.ref[_Callback] | None = None
         self._waiting: weakref.ref[_Callback] | None = None  # to open a backward at its end
         self._leaves: list[RemovableHandle] = []
+        self._opened = -1  # the number that the last backward got when it was opened
         self.unopened: list[Tensor] = []
         self.hooked = self.unopened.append
+        put_before_engine(_run_backward)
+        _watches.add(self)
 
     def look_back(self) -> None:
         """Notice that a backward has died at its first hook, before anything else was noted of it."""
         if self.unopened and self._task is None and self.listener is not None and not backward_runs():
             self.unopened.clear()
             self.listener.abandon(opened=False)
+
+    def raised(self, error: BaseException, began: int, reached: Reached) -> None:
+        """Note what a backward has raised, of this model or of another one.
+
+        Args:
+            error: what it has raised.
+            began: the number that it got when it began.
+            reached: as for the listener.
+        """
+        if self.listener is not None:
+            self.look_back()
+            self.listener.raised(error, opened=self._opened > began, reached=reached)
 
     def watch(self, outputs: Any, note: int = 0) -> bool:
         """Watch all tensors in the outputs of a forward; return whether there is any.
@@ -312,14 +350,14 @@ class BackwardWatch:
         while self._leaves:
             self._leaves.pop().remove()
 
-    def begin(self, announcer: _Announcer | None = None) -> None:
+    def begin(self, announcer: _Announcer | None = None, _grad: Tensor | None = None) -> None:
         """Open the backward that is running, unless it is open already.
 
         If that fails, the backward is abandoned: the peers may wait for it. The forward counts as one without a
         backward until then, so that the ranks differ where this fails before anything was noted.
 
         Args:
-            announcer: the hook on the output that was reached, if one was.
+            announcer: of the output that was reached, if one was.
         """
         listener, opens = self.listener, self._task is None
         if listener is None:
@@ -353,6 +391,7 @@ class BackwardWatch:
                 "backward ends; expected the plain engine. Turn torch._dynamo.config.compiled_autograd off; "
                 "torch.compile works without it."
             )
+        self._opened = next(_numbers)
         listener.open(announced=announced)
         task = partial(self._end, partial(_reaches_leaves, node))
         self._task = weakref.ref(task, self._died)
@@ -385,12 +424,17 @@ class BackwardWatch:
         listener = self.listener
         if self._task is None and listener is not None and not backward_is_nested():
             listener.settle(announced=False)
+            self._opened = next(_numbers)
             try:
                 listener.open(announced=False)
             except BaseException:
                 listener.abandon(opened=False)
                 raise
-            listener.close(reached_leaves)
+            try:
+                listener.close(reached_leaves)
+            except BaseException:
+                listener.abandon(opened=True)
+                raise
 
     leave_untraced(_begin_late, calls=True)
 
@@ -414,8 +458,45 @@ class BackwardWatch:
                 self.listener.abandon(opened=True)
 
 
+_watches: weakref.WeakSet[BackwardWatch] = weakref.WeakSet()
+_numbers = count()  # of backwards that begin, and of those that are opened: each later one is larger
+
+
+def _run_backward(roots: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
+    """Run a backward, and tell the watches what it raises: a callback that is freed does not know it."""
+    began = next(_numbers)
+    try:
+        return engine_run_backward(roots, *args, **kwargs)
+    except BaseException as error:
+        accumulates = bool(kwargs.get("accumulate_grad")) and not backward_runs()
+
+        def reached(params: Sequence[Tensor], *, alone: bool) -> bool:
+            leaves = _leaves_of(roots) if accumulates else set()
+            if leaves.isdisjoint(map(id, map(leaf_of, params))):
+                return False
+            return not alone or sum(hooks.any_on(leaves) for hooks in tuple(_all_hooks)) == 1
+
+        for watch in tuple(_watches):
+            watch.raised(error, began, reached)
+        raise
+
+
+def _leaves_of(roots: Sequence[Tensor]) -> set[int]:
+    """Return the ids of the leaves into which a backward of these tensors accumulates, as far as its graph shows."""
+    nodes = [root.grad_fn for root in roots if isinstance(root, Tensor) and root.grad_fn is not None]
+    seen, leaves = set(nodes), set()
+    while nodes:
+        node: Any = nodes.pop()
+        if (leaf := getattr(node, "variable", None)) is not None:
+            leaves.add(id(leaf))
+        new = {child for child, _ in node.next_functions if child is not None} - seen
+        seen |= new
+        nodes += new
+    return leaves
+
+
 class _Announcer:
-    """The hook on all outputs of one forward.
+    """Tells of the first backward that reaches an output of one forward.
 
     Args:
         watch: is to open the backward that reaches an output.
@@ -436,16 +517,12 @@ class _Announcer:
     def watch(self, tensor: Tensor) -> bool:
         if not tensor.requires_grad:
             return False
+        hook: Callable[[Tensor], None] = partial(self._watch.begin, self)
         if tensor.is_leaf:
-            self._watch.watch_leaf(tensor, self)
+            self._watch.watch_leaf(tensor, hook)
         else:
-            put_hooks(tensor, {0: self._watch.hooked, 1: self})
+            put_hooks(tensor, {0: self._watch.hooked, 1: hook})
         return True
-
-    def __call__(self, _grad: Tensor) -> None:
-        self._watch.begin(self)
-
-    leave_untraced(__call__, calls=True, reason=WHY_UNTRACED)
 
 
 def _reaches_leaves(node: Any) -> bool:

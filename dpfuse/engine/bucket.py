@@ -210,7 +210,7 @@ class GradBucket:
             tell(self._sent)
         try:
             finish(self._work, self._around.board, self.plan.device, last=parts.report is not None)
-        except Exception as error:
+        except BaseException as error:
             self._leave_after(error)
             raise
         for landed in self._delivery_landed:
@@ -401,10 +401,13 @@ class GradBucket:
             self._around.leave(error)
             raise
 
-    def _leave_after(self, error: Exception) -> None:
+    def _leave_after(self, error: BaseException) -> None:
         """Leave the group if its wait has raised this error because the exchange has failed, perhaps only here."""
         assert self._work is not None
-        if not isinstance(error, DPFuseError) and (has_raised(error) or self._fails_again(self._work)):
+        if not isinstance(error, Exception):
+            if has_raised(error):
+                self._around.leave(error)
+        elif not isinstance(error, DPFuseError) and (has_raised(error) or self._fails_again(self._work)):
             self._around.leave(error)
 
     def _fails_again(self, work: dist.Work) -> bool:

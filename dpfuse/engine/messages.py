@@ -9,15 +9,26 @@ from dpfuse.engine.report_layout import Field
 from dpfuse.errors import DPFuseError
 
 __all__ = [
-    "begun", "captured_first", "changed", "differing", "discarded", "failed", "held_up", "interrupted", "nonfinite",
+    "begun", "captured_first", "changed", "differing", "discarded", "drained", "failed", "held_up", "nonfinite",
     "unaveraged", "unread", "unused", "weightless",
 ]  # fmt: skip
 
+HEARD_LATE = (
+    "This is told one backward late, since no rank waits for its device. A program that skips a batch needs "
+    'check="strict": then all ranks hear of it in the same backward.'
+)
 CONSEQUENCE = "No rank's gradients of this backward are averaged: zero them before the next one."
 
 
 def failed(
-    rank: int, size: int, ranks: Collection[int], here: bool, error: Exception | None, late: Sequence[str]
+    rank: int,
+    size: int,
+    ranks: Collection[int],
+    here: bool,
+    error: Exception | None,
+    late: Sequence[str],
+    *,
+    out_of_memory: bool = False,
 ) -> str:
     """What to say on `rank` when a backward failed.
 
@@ -27,11 +38,13 @@ def failed(
         here: whether this rank failed.
         error: what happened here, if anything.
         late: parameters of this rank that became ready after their bucket was sent.
+        out_of_memory: whether a rank failed because its memory ran out.
     """
     if not here:
+        told = "memory ran out there" if out_of_memory else "read the error there"
         return (
-            f"the backward failed on {_ranks(ranks)} of {size}, so rank {rank} has no averaged gradients; read the "
-            f"error there. {CONSEQUENCE}"
+            f"the backward failed on {_ranks(ranks)} of {size}, so rank {rank} has no averaged gradients; {told}. "
+            f"{CONSEQUENCE}"
         )
     if isinstance(error, DPFuseError):
         return f"rank {rank}: {str(error).rstrip('.')}. {CONSEQUENCE}"
@@ -71,7 +84,7 @@ def differing(rank: int, fields: Sequence[Field], reading: Reading) -> str:
         return _differently_frozen(rank, reading) if FROZEN in reading.differing else _somehow(rank, fields)
     rest = f"expected the same on every rank. {field.remedy} {CONSEQUENCE}"
     place = list(fields).index(field)
-    rows = {other: row.numbers[place] for other, row in enumerate(reading.rows) if row.has_inputs}
+    rows = {other: row.numbers[place] for other, row in enumerate(reading.rows) if row.is_compared}
     if not rows:
         return f"rank {rank}: this rank {field.words(field.value())}, and another rank does not; {rest}"
     first = min(rows)
@@ -81,7 +94,7 @@ def differing(rank: int, fields: Sequence[Field], reading: Reading) -> str:
 
 
 def _differently_frozen(rank: int, reading: Reading) -> str:
-    counts = [row.frozen for row in reading.rows if row.has_inputs]
+    counts = [row.frozen for row in reading.rows if row.is_compared]
     told = f" ({', '.join(map(str, counts))} of them, by rank)" if counts else ""
     return (
         f"rank {rank}: the ranks have frozen different parameters since the module was wrapped{told}; expected the "
@@ -134,13 +147,11 @@ def weightless(rank: int, step: int, weights: Sequence[float]) -> str:
     )
 
 
-def interrupted(ranks: Collection[int], size: int) -> str:
-    """What to say on every rank when an exception ended the last backward on `ranks` only."""
-    return (
-        f"the last backward was interrupted by an exception on rank {_listed(ranks)} of "
-        f"{size} only; expected the same end on all ranks. Its gradients are not averaged: "
-        "zero them on every rank and repeat the step."
-    )
+def drained(rank: int, *, completed: bool) -> str:
+    """What the log of `rank` says once it has completed what the peers waited for in a backward that died."""
+    if completed:
+        return f"rank {rank}: an exception ended the last backward after its mean was known; all ranks hear of it next"
+    return f"rank {rank}: an exception ended the last backward; it was completed with zeros, and the peers have failed"
 
 
 def begun(rank: int) -> str:

@@ -42,14 +42,14 @@ class Stack:
 
     def push(self, node: Node) -> int:
         """Put a node on top. Return how often the value on top is to be added to the one below it, and taken off."""
-        self.nodes.append(self._grown(node))
-        additions = 0
-        while len(self.nodes) > 1:
-            left, right = self.nodes[-2:]
+        nodes, additions = [*self.nodes, self._grown(node)], 0
+        while len(nodes) > 1:
+            left, right = nodes[-2:]
             if left.size != right.size or left.first % (2 * left.size) or left.first + left.size != right.first:
                 break
-            self.nodes[-2:] = [self._grown(Node(left.first, 2 * left.size))]
+            nodes[-2:] = [self._grown(Node(left.first, 2 * left.size))]
             additions += 1
+        self.nodes = nodes  # last, so that an error before leaves them as they were
         return additions
 
     def would_join(self, node: Node) -> bool:

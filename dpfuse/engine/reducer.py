@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from logging import getLogger
 from operator import attrgetter
-from typing import Any
+from typing import Any, Protocol
+from weakref import ref
 
-from torch import Tensor
+from torch import OutOfMemoryError, Tensor
 from torch.optim import Optimizer
 
 from dpfuse.comm.failed import has_raised
+from dpfuse.comm.memory_errors import error_of
 from dpfuse.comm.waiting import BACKWARD, BETWEEN, Track
 from dpfuse.engine import messages
-from dpfuse.engine.autograd import backward_is_nested, backward_runs, running_backward, unreached
+from dpfuse.engine.autograd import Reached, backward_is_nested, backward_runs, running_backward, unreached
 from dpfuse.engine.bucket import FLIGHT, FREE, LANDED, GradBucket
 from dpfuse.engine.bucket_set import BucketSet
 from dpfuse.engine.events import Events
 from dpfuse.engine.feeds.accumulating import Accumulating, Accumulation
 from dpfuse.engine.local_part import leaf_of
+from dpfuse.engine.lost_steps import LOST, LostSteps
 from dpfuse.engine.optimizer_step_hook import call_before_steps
 from dpfuse.engine.phase import ABANDONED, CHANGED, IDLE, LOCAL, RECORDING, REDUCING, RESTING, Phase
 from dpfuse.engine.ready import ReadyHook, ReadyList
@@ -31,7 +35,15 @@ from dpfuse.engine.unused import UnusedParameters
 from dpfuse.engine.user_line import warn_at_user
 from dpfuse.errors import DPFuseError
 
-__all__ = ["Reducer", "Wiring"]
+__all__ = ["Decline", "Reducer", "Wiring"]
+
+log = getLogger("dpfuse.failed")
+
+
+class Decline(Protocol):
+    """Takes part in a vote of the peers on a rank that cannot go on; returns whether they all raise an error."""
+
+    def __call__(self, *, out_of_memory: bool) -> bool: ...
 
 
 _entries_of = attrgetter("entries")
@@ -64,6 +76,7 @@ class Wiring:
         come_last: has torch call the ready hooks of a parameter after those of the program; returns whether it did.
         spoil: called with the report if it is not read in the same backward.
         answer: called on every rank, with all buckets landed, with a question that a rank has asked, or that is due.
+        lost: knows which means this rank has not used.
     """
 
     window: Window
@@ -78,13 +91,14 @@ class Wiring:
     size: int
     open_backward: Callable[[], None]
     open_at_end: Callable[[], None]
-    rebuild: Callable[[list[int], list[int], bool], DPFuseError | None]
-    decline: Callable[[], None]
+    rebuild: Callable[[list[int], list[int], bool], BaseException | None]
+    decline: Decline
     check_group: Callable[[], None]
     install: Callable[[dict[int, ReadyHook]], None]
     come_last: Callable[[Tensor], bool]
     spoil: Callable[[Report], None]
     answer: Callable[[Question], None]
+    lost: LostSteps
 
 
 @dataclass(slots=True)
@@ -108,6 +122,7 @@ class _Change:
     outdated: BucketSet  # in use until all ranks are known to have changed
     text: str
     agree: Callable[[], None]
+    decline: Decline
 
 
 class Reducer:
@@ -123,6 +138,7 @@ class Reducer:
         rebuilt: whether the buckets are planned for the ready order of the first synchronised backward.
         completed: number of synchronised backwards.
         last_error: the text of the last error of a backward.
+        missed: whether a backward has died before it reached an output that waits for it.
         accumulation: counts and accumulates backwards that are not synchronised.
     """
 
@@ -131,11 +147,13 @@ class Reducer:
         self.rebuilt = False
         self.completed = 0
         self.last_error = ""
+        self.missed = False
         self._wiring = wiring
         self._unused = UnusedParameters(wiring.rank, warns=wiring.warn_unused)
         self._run = _Run()
         self._change: _Change | None = None
         self._frozen: frozenset[int] = frozenset()
+        self._completed_before = 0  # as the backward opened that runs, or was the last
         self._in_use = in_use
         self._use(in_use)
         call_before_steps(self)
@@ -178,7 +196,7 @@ class Reducer:
             self.rebuilt = before
             raise
 
-    def follow(self, buckets: BucketSet, change: str, agree: Callable[[], None]) -> None:
+    def follow(self, buckets: BucketSet, change: str, agree: Callable[[], None], decline: Decline) -> None:
         """Use the buckets of a changed model once all ranks have changed theirs.
 
         The next synchronised backward first sends the buckets in use, empty, since the peers may still use them.
@@ -189,8 +207,9 @@ class Reducer:
             change: what has changed, for errors.
             agree: called once all have changed. It calls `keep_change`, or raises on every rank if their changes
                 differ.
+            decline: as that of `Wiring`.
         """
-        self._change = _Change(self.agreed, change, agree)
+        self._change = _Change(self.agreed, change, agree, decline)
         self._use(buckets)
 
     def keep_change(self) -> None:
@@ -318,6 +337,9 @@ class Reducer:
         Raises:
             DPFuseError: these gradients were to be averaged.
         """
+        lost = self._wiring.lost
+        if lost.begun is None:
+            lost.begun = ref(optimizer)
         entries = self._in_use.entries()
         if entries and not backward_runs():
             wanted = {id(param) for group in optimizer.param_groups for param in group["params"]}
@@ -360,10 +382,12 @@ class Reducer:
         """Complete what an earlier backward has left, since another one is about to be opened.
 
         Raises:
-            DPFuseError: the backward before was interrupted on some ranks only; or this one is not `announced` and has
-                added to gradients of that one.
+            DPFuseError: this one is not `announced` and has added to gradients of the one before.
         """
+        order = self._wiring.order
         if self.phase is IDLE:
+            if order.turns.failed:
+                order.complete_failed()
             return
         if self.phase is not ABANDONED:
             self.abandon()  # an exception struck between the end of the backward before and its close
@@ -371,7 +395,7 @@ class Reducer:
             begun = self._run.next > 0 and not announced
             self.drain()
             if begun:
-                self.phase = ABANDONED
+                self.phase, self._run.outcome.failed = ABANDONED, True
                 raise DPFuseError(messages.begun(self._wiring.rank))
 
     def open(self, *, announced: bool) -> None:
@@ -385,6 +409,7 @@ class Reducer:
         if self.phase is not IDLE:
             self.settle(announced=announced)
         wiring, run = self._wiring, self._run
+        self._completed_before, self.missed = self.completed, False
         sync = wiring.window.backward_begins(announced=announced)
         self.phase = ABANDONED if sync else LOCAL  # until it is open: the peers may wait for it
         self._in_use.restore_memory()
@@ -453,6 +478,7 @@ class Reducer:
             if self.phase is not IDLE:
                 self._give_up(error)
             raise
+        self.accumulation.forget()  # a bucket may have been sent, and its sums not forgotten
 
     def _goes_on_after(self, error: BaseException) -> bool:
         """Whether `close` can go on and report this error to the peers, which wait for this rank."""
@@ -509,12 +535,14 @@ class Reducer:
             if ready.entries and ready.entries[-1] is not ready.sentinel and ready.choose_sentinel():
                 self._install_hooks_of(order)
             ready.clear()
-        texts = self._run.warnings
-        self._wiring.window.begin()
-        self._wiring.order.close()
-        self._wiring.track.tell(BETWEEN, self.completed + 1)
+        texts, wiring = self._run.warnings, self._wiring
+        if wiring.lost.steps and not (wiring.window.excused or wiring.window.without_inputs):
+            wiring.lost.forget()  # all ranks have lost as many, or hear of it in the next backward
+        wiring.window.begin()
+        wiring.order.close()
+        wiring.track.tell(BETWEEN, self.completed + 1)
         self.phase, self._run, self.completed = IDLE, _Run(), self.completed + 1
-        for delivered in self._wiring.events.delivered:
+        for delivered in wiring.events.delivered:
             delivered()
         for text in texts:
             warn_at_user(text)
@@ -523,9 +551,12 @@ class Reducer:
         """Note that a backward died of an exception; no `close` follows.
 
         Args:
-            opened: whether `open` had returned. If so, and no backward is open, its end was told to all ranks.
+            opened: whether `open` had returned. If so, and no backward is open, it has averaged, or all ranks have
+                heard of its error.
         """
+        self.missed = False
         if opened and self.phase is IDLE:
+            self._died_at_its_end()
             return
         if self.phase is LOCAL or (self.phase is IDLE and not self._wiring.window.is_to_synchronise):
             self._enter(IDLE)
@@ -533,34 +564,82 @@ class Reducer:
         else:
             self._enter(ABANDONED)
 
+    def raised(self, error: BaseException, *, opened: bool, reached: Reached) -> None:
+        """Note what has ended a backward: if memory has run out, the peers raise an error of that class, too.
+
+        One that died above the outputs, in the loss, has told nothing. If it was to synchronise, the peers wait for it.
+        Where it was to reach several models, it is unknown in which order they wait.
+        """
+        window, order = self._wiring.window, self._wiring.order
+        if self.phase is IDLE:
+            if opened:
+                self._died_at_its_end()
+                return
+            if not window.is_to_synchronise:
+                if window.owes_local_backward and reached(self.agreed.params, alone=False):
+                    window.forget_forwards()
+                    self.abandon(opened=False)
+                return
+            self.missed = reached(self.agreed.params, alone=True)
+        if self.missed or self.phase is not IDLE:
+            self._run.outcome.out_of_memory = isinstance(error, OutOfMemoryError)
+            if self.missed or (order.is_shared and reached(self.agreed.params, alone=True)):
+                order.fail_alone()
+
+    def _died_at_its_end(self) -> None:
+        """Note that the backward that was opened last has raised: if it has averaged, its mean is not used."""
+        if self.completed > self._completed_before:
+            self._wiring.lost.note(self.completed)
+        elif self._wiring.window.is_open:  # it was local, and is counted already
+            self.accumulation.die()
+
     def drain(self) -> None:
         """Complete the collectives of an abandoned backward, whose peers may wait in them.
 
-        If every rank abandoned it, training goes on, but `.grad` does not hold the gradients of a whole backward.
-
-        Raises:
-            DPFuseError: some ranks completed that backward.
+        The program of this rank has seen its exception, and sees no other one if the peers raise an error for the same
+        backward. If they have completed it, all ranks raise one in the next averaged backward.
         """
         run, wiring = self._run, self._wiring
         wiring.check_group()
         self._in_use.report.hand_over()  # if an exception came before that, the next pack would write over it
-        sent = self.agreed
-        run.outcome.failed = True
-        if not run.delivered:
-            self._send_empty(sent.buckets)
-            for bucket in sent.buckets:
-                if bucket.busy:  # not delivered before something went wrong
-                    bucket.discard()
-            reading = run.reading or self._read(sent.report, wait=True, gather=self._all_read_now)
-            run.delivered = not reading.any_failed
-        else:
-            reading = ALL_WELL
+        completed = run.delivered or self._complete_empty(self.agreed)
         self.accumulation.forget()  # also of a changed model, whose buckets were not sent
-        if run.delivered and not self._uses_ready_lists:
-            wiring.decline()  # the peers are already in the vote on the buckets
+        if completed and not self._uses_ready_lists:  # the peers are already in the vote on a change, or on the buckets
+            decline = wiring.decline if self._change is None else self._change.decline
+            completed = not decline(out_of_memory=run.outcome.out_of_memory)
+        if run.reading is not None:
+            self._forget_told(run.reading)
         self._reset()
-        if reading.any_well:
-            raise DPFuseError(messages.interrupted(reading.failed() or [wiring.rank], wiring.size))
+        if completed:
+            self.completed += 1
+            wiring.lost.note(self.completed)
+        log.info(messages.drained(wiring.rank, completed=completed), extra={"rank": wiring.rank})
+
+    def _complete_empty(self, sent: BucketSet) -> bool:
+        """Send what is left of these buckets, empty; return whether the peers go on with their means.
+
+        On a GPU they may hear of a failure one backward later. Then this rank reads the report with them.
+        """
+        run, report, last, now = self._run, sent.report, sent.buckets[-1], self._all_read_now
+        told = not (last.busy or run.next == len(sent.buckets)) or not run.outcome.well
+        run.outcome.failed, run.outcome.changed = True, self._change is not None
+        self._send_empty(sent.buckets)
+        for bucket in sent.buckets:
+            if bucket.busy:  # not delivered before something went wrong
+                bucket.discard()
+        if run.reading is None:
+            run.reading = self._read(report, wait=now or run.outcome.changed, gather=now)
+            if not now:
+                report.hand_over()
+        if run.outcome.changed:
+            return not (run.reading.any_unchanged or run.reading.any_failed)
+        return run.reading.all_well and (now or not told)
+
+    def _forget_told(self, reading: Reading) -> None:
+        """Forget the means that this rank has lost, if every rank hears of them: nothing else is said then."""
+        told = reading.differing == (LOST,) and not (reading.any_failed or reading.any_changed)
+        if told or (LOST not in reading.differing and not self._all_read_now):
+            self._wiring.lost.forget()
 
     def shadow_backward(self) -> None:
         """Take part in a synchronised backward of other ranks without gradients of this rank.
@@ -777,7 +856,8 @@ class Reducer:
         reading = self._read(change.outdated.report, wait=True, gather=self._all_read_now)
         try:
             if reading.any_unchanged or reading.any_failed:
-                raise DPFuseError(self._explain(reading, error)) from error
+                text = self._explain(reading, error)
+                raise error_of(text, out_of_memory=reading.out_of_memory) from error
             change.agree()
         except BaseException:
             self.accumulation.forget()
@@ -841,7 +921,8 @@ class Reducer:
                     bucket.discard()
         finally:
             self._reset()
-        raise DPFuseError(text) from cause
+        self._forget_told(reading)
+        raise error_of(text, out_of_memory=reading.out_of_memory) from cause
 
     def _deliver_rest(self) -> None:
         """Deliver what has waited for the report, which says that all is well on every rank."""
@@ -889,7 +970,16 @@ class Reducer:
         wiring, outcome = self._wiring, self._run.outcome
         if reading.any_failed:
             late = [self._in_use.names[index] for index in sorted(set(outcome.late))]
-            return messages.failed(wiring.rank, wiring.size, reading.failed(), not outcome.well, error, late)
+            failed = messages.failed(
+                wiring.rank,
+                wiring.size,
+                reading.failed(),
+                not outcome.well,
+                error,
+                late,
+                out_of_memory=reading.out_of_memory,
+            )
+            return failed if self._all_read_now else f"{failed} {messages.HEARD_LATE}"
         if reading.any_changed:
             change = self.change
             return messages.changed(wiring.rank, wiring.size, reading.changed(), outcome.changed, change)

@@ -25,8 +25,8 @@ from dpfuse_kernels.spoil import any_pair
 
 __all__ = ["ALL_WELL", "FROZEN", "Compared", "Guard", "Outcome", "Reading", "Report", "Row"]
 
-FLAGS = 2  # the first pairs: a rank has failed, or has changed its module; their first elements say so
-RANK_BITS = 16  # of the number of a rank that failed or has changed
+FLAGS = 3  # the first pairs: a rank has failed, has changed its module, has no memory; their first elements say so
+RANK_BITS = 15  # of the number of a rank that failed or has changed
 FROZEN, FROZEN_BITS = "frozen", 2  # the set of frozen parameters, which is compared like a field
 UNTOLD, HASH_BITS = "some field", 32  # the hash of the whole numbers of all fields, which no bit of theirs replaces
 
@@ -45,6 +45,7 @@ class Outcome:
     late: tuple[int, ...] = ()  # parameters that became ready after their bucket was sent
     error: Exception | None = None  # the first error of this rank
     failed: bool = False  # whether an exception ended it
+    out_of_memory: bool = False  # whether that was torch's error of memory
     changed: bool = False  # whether the model has changed since the buckets were made
     torn: bool = False  # whether a collective, or a user's hook in its place, has raised
 
@@ -53,20 +54,25 @@ class Outcome:
         """Whether the gradients of this rank are right."""
         return not (self.failed or self.late or self.error is not None)
 
+    @property
+    def memory_ran_out(self) -> bool:
+        """Whether the gradients of this rank are wrong because its memory ran out."""
+        return (self.failed and self.out_of_memory) or isinstance(self.error, torch.OutOfMemoryError)
+
 
 class Row(NamedTuple):
     """What one rank has told.
 
     Attributes:
         failed, changed: whether it failed, and whether its model has changed.
-        has_inputs: whether it has inputs: if not, its numbers are not compared.
+        is_compared: whether its numbers are compared: not without inputs, or after a forward that raised.
         frozen: how many parameters it has frozen.
         numbers: of each field, and a hash of the set of frozen parameters.
     """
 
     failed: bool
     changed: bool
-    has_inputs: bool
+    is_compared: bool
     frozen: int
     numbers: tuple[int, ...]
 
@@ -78,6 +84,7 @@ class Reading:
     Attributes:
         any_failed, any_well: whether a rank failed, and whether a rank did not.
         any_changed, any_unchanged: whether a rank has another model than the buckets are for, or the same.
+        out_of_memory: whether a rank failed because its memory ran out.
         asked: the questions that a rank asks.
         told: names of the places in which the bits of ranks differ, which is no failure.
         differing: names of the fields in which ranks differ. Without rows it is only known that some field differs
@@ -90,6 +97,7 @@ class Reading:
     any_well: bool = True
     any_changed: bool = False
     any_unchanged: bool = True
+    out_of_memory: bool = False
     differing: tuple[str, ...] = ()
     rank: int | None = None
     rows: tuple[Row, ...] = ()
@@ -141,10 +149,10 @@ class Report:
 
     Each bit that is compared travels as two numbers, b and 1 - b. Over the ranks both sums are above zero exactly
     where the ranks differ, whatever the dtype, the factor and the number of ranks. Of the number of a field its lowest
-    bits travel, so that an error can say what differs, and one hash of all numbers beside them. A rank without inputs
-    sends zero in both, except in the first pairs, which tell whether it failed, whether it has changed, and what it
-    asks. No rank sends a no to a question, so a yes is no difference. A rank sends the bits of its number only if it
-    failed or has changed.
+    bits travel, so that an error can say what differs, and one hash of all numbers beside them. A rank that is not
+    compared sends zero in both, except in the first pairs, which tell whether it failed, whether it has changed,
+    whether its memory ran out, and what it asks. No rank sends a no to the last two, so a yes is no difference. A rank
+    sends the bits of its number only if it failed or has changed.
 
     A feature may have bits compared that only the device knows. A difference in them is no failure: the feature decides
     what follows.
@@ -195,7 +203,7 @@ class Report:
         self._summed = next((self._starts[each] for each in self._starts if not each.compared), start)
         self.numel = start + param_count
         # What `_source` tells.
-        self._values: list[object] = [*[0] * len(self._fields), *[False] * len(self._questions), False, frozenset()]
+        self._values: list[object] = [*[0] * len(self._fields), *[False] * len(self._questions), True, frozenset()]
         nothing = [0.0] * (2 * RANK_BITS + self._params - self._compared)
         begin = [*self._pairs_of(self._values), *nothing, *[1.0] * param_count]
         self._source = torch.tensor(begin, dtype=dtype, device=device)  # of a rank that is well
@@ -220,7 +228,7 @@ class Report:
         self._sums = None
         values: list[object] = [each.value() for each in self._fields]
         values += map(_asks, self._questions)
-        values += self._window.without_inputs, outcome.frozen
+        values += not (self._window.without_inputs or self._window.excused), outcome.frozen
         usual = outcome.well and not (outcome.changed or outcome.missing)
         if values == self._values and usual:
             return self._source  # as in nearly every backward
@@ -236,7 +244,7 @@ class Report:
         if outcome.changed:
             self._write_bits(source, 1, 1, 1)
         if not outcome.well:
-            self.write_failure(source)
+            self.write_failure(source, out_of_memory=outcome.memory_ran_out)
         if outcome.changed:
             self._write_bits(source, self._ranks, self.group.rank(), RANK_BITS)
         return source
@@ -248,9 +256,11 @@ class Report:
         self._source[: pairs.numel()].copy_(pairs, non_blocking=late)  # one operation, for which the host does not wait
         self._values = values
 
-    def write_failure(self, packed: Tensor) -> None:
+    def write_failure(self, packed: Tensor, *, out_of_memory: bool = False) -> None:
         """Write into what is packed, [numel], that this rank has failed."""
         self._write_bits(packed, 0, 1, 1)
+        if out_of_memory:
+            _put(packed, 4, 1.0)  # no rank sends the other number of this pair
         self._write_bits(packed, self._ranks, self.group.rank(), RANK_BITS)
 
     def compared(self, place: ReportPlace) -> Compared:
@@ -381,11 +391,11 @@ class Report:
         numbers = self._numbers_of(values)
         numbers.append(number_hash(numbers))
         bits = [bit for number, width in zip(numbers, self._widths, strict=True) for bit in _bits(number, width)]
-        first = [0.0, 1.0, 0.0, 1.0]  # it has not failed, and the model has not changed
+        first = [0.0, 1.0, 0.0, 1.0, 0.0, 0.0]  # it has not failed, and the model has not changed
         for asked in values[len(self._fields) : -2]:
             first += float(bool(asked)), 0.0
-        without_inputs = values[-2]
-        if without_inputs:
+        is_compared = values[-2]
+        if not is_compared:
             return [*first, *[0.0] * (2 * len(bits))]
         return [*first, *(float(number) for bit in bits for number in (bit, 1 - bit))]
 
@@ -413,6 +423,7 @@ class Report:
         return Reading(
             *pairs[0],
             *pairs[1],
+            pairs[2][0],
             tuple(name for name in differ if name is not UNTOLD) or tuple(differ),
             sum(one << place for place, (one, _) in enumerate(numbers)) if single else None,
             asked=tuple(each for each, (yes, _) in zip(self._questions, pairs[FLAGS:], strict=False) if yes),
@@ -420,16 +431,16 @@ class Report:
         )
 
     def _with_rows(self, reading: Reading, outcome: Outcome) -> Reading:
-        own = [not outcome.well, outcome.changed, not self._values[-2], len(outcome.frozen)]
+        own = [not outcome.well, outcome.changed, self._values[-2], len(outcome.frozen)]
         row = torch.tensor(
             [*own, *self._numbers_of(self._values)], dtype=torch.int64, device=collective.group_device(self.group)
         )
         gathered = [each.tolist() for each in collective.all_gather(row, self.group)]
         rows = tuple(
-            Row(bool(failed), bool(changed), bool(has_inputs), frozen, tuple(numbers))
-            for failed, changed, has_inputs, frozen, *numbers in gathered
+            Row(bool(failed), bool(changed), bool(is_compared), frozen, tuple(numbers))
+            for failed, changed, is_compared, frozen, *numbers in gathered
         )
-        columns = zip(*(row.numbers for row in rows if row.has_inputs), strict=True)
+        columns = zip(*(row.numbers for row in rows if row.is_compared), strict=True)
         differing = tuple(name for name, column in zip(self._names, columns, strict=False) if len(set(column)) > 1)
         return replace(reading, differing=differing, rows=rows)
 

@@ -31,11 +31,13 @@ class SendOrder:
     Attributes:
         turns: of all models of the group.
         key: what `turns.turn` is while this model has the turn.
+        complete: completes what the peers wait for in a backward of this model that has failed on this rank.
     """
 
-    __slots__ = ("__weakref__", "_number", "_reference", "_send_due", "key", "turns")
+    __slots__ = ("__weakref__", "_number", "_reference", "_send_due", "complete", "key", "turns")
 
     def __init__(self, group: dist.ProcessGroup, number: int) -> None:
+        self.complete: weakref.WeakMethod[Callable[[], None]] | None = None
         self._send_due: Callable[[bool], None] | None = None  # while a backward is open
         self._number = number
         self.turns = _groups.setdefault(group, Turns())
@@ -111,6 +113,22 @@ class SendOrder:
         finally:
             group.sends = False
 
+    def fail_alone(self) -> None:
+        """Note that a backward of this model has failed which was to reach no other one: the peers wait in this one."""
+        if self._reference not in self.turns.failed:
+            self.turns.failed.append(self._reference)
+
+    def complete_failed(self) -> None:
+        """Complete what the peers wait for in backwards that have failed on this rank, of one model of the group each.
+
+        Where several models have shared one, each is completed in its own next forward: in the order of the program.
+        """
+        while self.turns.failed:
+            model = self.turns.failed.pop(0)()
+            complete = None if model is None or model.complete is None else model.complete()
+            if complete is not None:
+                complete()
+
     def field(self) -> Field:
         """Return the field that the report compares."""
         return Field(
@@ -137,6 +155,7 @@ class Turns:
         last: the key of the model that had the last turn since then.
         told: a number for the order of all turns since then; 0 while one model has had all of them.
         sends: whether models send what is due for another one.
+        failed: those of which a backward has failed on this rank, and was to reach no other one.
     """
 
     def __init__(self) -> None:
@@ -148,6 +167,7 @@ class Turns:
         self.last = 0
         self.told = 0
         self.sends = False
+        self.failed: list[weakref.ref[SendOrder]] = []
 
     def forget(self, reference: weakref.ref[SendOrder]) -> None:
         """Forget a model that lives no more."""

@@ -11,8 +11,10 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
 from dpfuse.comm import votes
+from dpfuse.comm.memory_errors import error_of
 from dpfuse.comm.waiting import Track, board_of, leave
 from dpfuse.engine.assembly import Assembly
 from dpfuse.engine.autograd import BackwardWatch
@@ -24,9 +26,11 @@ from dpfuse.engine.exchanges.comm_hook import CommHook
 from dpfuse.engine.feature import Feature
 from dpfuse.engine.host_memory import keep_freed_memory
 from dpfuse.engine.listening import Listening, ReadyRecorder, Wrap
+from dpfuse.engine.local_part import leaf_of
+from dpfuse.engine.lost_steps import LostSteps
 from dpfuse.engine.phase import IDLE, Phase
 from dpfuse.engine.plan import BucketPlan, rebuild_plan
-from dpfuse.engine.reducer import Reducer, Wiring
+from dpfuse.engine.reducer import Decline, Reducer, Wiring
 from dpfuse.engine.report import Guard, Report
 from dpfuse.engine.report_layout import Field, Question, ReportLayout
 from dpfuse.engine.send_order import SendOrder
@@ -62,6 +66,8 @@ class GradSync:
         events: what is told of forwards, backwards and steps.
         source: the rank whose ready order all ranks take.
         listening: tells the reducer of backwards.
+        lost: knows which means this rank has not used.
+        order: the turns of this model among those of its group.
     """
 
     def __init__(
@@ -84,9 +90,10 @@ class GradSync:
         self._rank_count = group.size()
         self._agreed: BucketSet | None = None  # that all ranks have agreed on, until it is in use
         self._left: BaseException | None = None  # why this rank has left the group
-        order = SendOrder(group, settings.number)
+        self.order = order = SendOrder(group, settings.number)
         self.layout = layout = ReportLayout()
-        layout.compare(_wrapper_field(settings.number))
+        self.lost = LostSteps(self._concerns)
+        layout.compare(_wrapper_field(settings.number), self.lost.field())
         self._group, self._window = group, window
         features = [watcher for watcher in watchers if isinstance(watcher, Feature)]
         for feature in (*later, *features):
@@ -94,7 +101,7 @@ class GradSync:
         layout.compare(*window.fields(), order.field())
         self._assembly = Assembly(
             group,
-            Surroundings(board_of(group), self.events, self._leave),
+            Surroundings(board_of(group), self.events, self.leave),
             settings,
             features=features,
             make_report=lambda count, dtype, device: Report(group, count, layout, window, dtype, device),
@@ -123,6 +130,7 @@ class GradSync:
             come_last=self.listening.hooks.come_last,
             spoil=self._spoil,
             answer=self._answer,
+            lost=self.lost,
         )
         if params and params[0].is_cpu:
             keep_freed_memory()
@@ -232,10 +240,10 @@ class GradSync:
         self._assembly = replace(self._assembly, hook=hook)
         self.remake()
 
-    def follow(self, buckets: BucketSet, text: str, agree: Callable[[], None]) -> None:
+    def follow(self, buckets: BucketSet, text: str, agree: Callable[[], None], decline: Decline) -> None:
         """Use the changed model of this rank; arguments as for `Reducer.follow`."""
         self.listening.hooks.put_on(buckets.params)
-        self.reducer.follow(buckets, text, agree)
+        self.reducer.follow(buckets, text, agree, decline)
 
     def unfollow(self) -> None:
         """Return to the model before the change, since it was undone."""
@@ -246,6 +254,7 @@ class GradSync:
     def keep_change(self) -> None:
         """Keep the changed model, on which all ranks have agreed."""
         self.reducer.keep_change()
+        self._agreed = None
         self._spoiler = spoiler_of(self.params, self.group.size())
 
     def bucket_set(self, plan: BucketPlan, params: Sequence[Tensor]) -> BucketSet:
@@ -269,28 +278,40 @@ class GradSync:
         self.reducer.accumulation.release()
         self.reducer.adopt(self._remade(self.reducer.in_use.plan))
 
-    def _rebuild(self, order: list[int], marks: list[int], hidden: bool) -> DPFuseError | None:
+    def _rebuild(self, order: list[int], marks: list[int], hidden: bool) -> BaseException | None:
         # Backward has ended and everything is delivered, so no bucket is in flight or holds accumulated gradients.
         # Gradients that are views keep the old buffers alive.
         group = self.group  # nothing may fail between the beginning of the vote and its first collective
         if self._agreed is None:
             one_machine = (board := board_of(group)) is not None and board.one_machine
             tensors = votes.order_tensors(order, [*marks, hidden, not one_machine], group)
+            told: list[BaseException] = []
             try:
-                self._agreed = self._agree_on_buckets(*tensors, group)
+                self._agreed = self._agree_on_buckets(*tensors, group, told)
             except DPFuseError as error:
                 return error
             except BaseException as error:
-                self._leave(error)  # it is unknown in which vote the peers are
+                if error in told:  # an interrupt
+                    return error
+                self.leave(error)  # it is unknown in which vote the peers are
                 raise
+        self._adopt_agreed()
+        return None
+
+    def _adopt_agreed(self) -> None:
+        assert self._agreed is not None
         text, rank = "rank %d: %d buckets after the first synchronised backward, %d before it", self.group.rank()
         log.info(text, rank, len(self._agreed.buckets), len(self.reducer.buckets), extra={"rank": rank})
         self.reducer.adopt(self._agreed, rebuilt=True)
         self._agreed = None
-        return None
 
-    def _agree_on_buckets(self, order: Tensor, marks: Tensor, group: dist.ProcessGroup) -> BucketSet:
-        """Return the buckets for the agreed ready order, with the agreed marks."""
+    def _agree_on_buckets(
+        self, order: Tensor, marks: Tensor, group: dist.ProcessGroup, told: list[BaseException]
+    ) -> BucketSet:
+        """Return the buckets for the agreed ready order, with the agreed marks.
+
+        What keeps this rank from making them is put into `told`, for then the other ranks hear of it.
+        """
 
         def build() -> BucketSet:
             *counts, hidden, several_machines = marks.tolist()  # the largest of all ranks
@@ -302,16 +323,28 @@ class GradSync:
             plan = self.plan if keeps else rebuild_plan(self.plan, votes.order_in(order), one_machine=one_machine)
             return self._remade(plan, counts)
 
-        votes.agree_on_order(order, marks, group, self.source)
-        return votes.agree_on_success(build, group, BUCKETS)
+        def build_or_note() -> BucketSet:
+            try:
+                return build()
+            except BaseException as error:
+                told.append(error)
+                raise
 
-    def _decline(self) -> None:
+        votes.agree_on_order(order, marks, group, self.source)
+        return votes.agree_on_success(build_or_note, group, BUCKETS)
+
+    def _decline(self, *, out_of_memory: bool) -> bool:
+        if self._agreed is not None:  # the vote has ended, and all ranks use these
+            self._adopt_agreed()
+            return False
         nothing = votes.order_tensors([], [0] * (len(self.params) + 2), self.group)
         votes.agree_on_order(*nothing, self.group, self.source)
-        error = DPFuseError("its backward was interrupted after the gradients were averaged")
-        votes.report_failure(error, self.group, BUCKETS)
+        text = "its backward was interrupted after the gradients were averaged"
+        votes.report_failure(error_of(text, out_of_memory=out_of_memory), self.group, BUCKETS)
+        return True
 
-    def _leave(self, error: BaseException) -> None:
+    def leave(self, error: BaseException) -> None:
+        """Take part in no further collective of the group, since it is unknown in which one the peers are."""
         self._left = error
         leave(board_of(self.group), error)
 
@@ -320,7 +353,7 @@ class GradSync:
         try:
             question.answer()
         except BaseException as error:
-            self._leave(error)
+            self.leave(error)
             raise
 
     def _check_group(self) -> None:
@@ -343,6 +376,10 @@ class GradSync:
         if self._spoiler is not None:
             for spoil in overridden(Feature, "spoil", *features):
                 spoil(report.wrong, [bucket.parts.delivery for bucket in buckets])
+
+    def _concerns(self, optimizer: Optimizer) -> bool:
+        ours = set(map(id, map(leaf_of, self.params)))
+        return any(id(leaf_of(param)) in ours for group in optimizer.param_groups for param in group["params"])
 
     def _check_idle(self, what: str) -> None:
         if self.reducer.phase is not IDLE:

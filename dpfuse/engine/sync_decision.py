@@ -25,6 +25,7 @@ class Window:
     Attributes:
         require_sync: whether backwards of the next forwards are synchronised; `no_sync()` switches it off.
         without_inputs: whether this rank has no inputs, and only takes part for ranks that still have some.
+        excused: whether a forward has raised in this window. What the rank runs in its place is not compared.
         compares_backwards: False while ranks give weights, which say how much each of them has.
         died: whether a backward that was not synchronised died in this window.
         began: the window in which the forward that is running began, if it counts.
@@ -33,6 +34,7 @@ class Window:
     def __init__(self, *, counts_forwards: bool = True, counts_backwards: bool = True) -> None:
         self.require_sync = True
         self.without_inputs = False
+        self.excused = False
         self.compares_backwards = True
         self.died = False
         self.began = NEVER
@@ -66,7 +68,7 @@ class Window:
         """Begin a new window after a synchronised backward, failed or not."""
         self._number += 1
         self._backwards = self._forwards = 0
-        self.died = False
+        self.died = self.excused = False
         self._asked, self._trained, self._uncounted, self._outputs_watched = None, False, False, True
 
     def forget_requests(self) -> None:
@@ -109,6 +111,11 @@ class Window:
         return bool(self._asked)
 
     @property
+    def owes_local_backward(self) -> bool:
+        """Whether a forward that does not synchronise waits for its backward."""
+        return self._asked is False and self._forwards > 0
+
+    @property
     def is_to_synchronise(self) -> bool:
         """Whether the next backward does, as far as that is known before it begins."""
         return self.require_sync if self._asked is None else self._asked
@@ -123,10 +130,11 @@ class Window:
         """
         return self._outputs_watched and (self._asked is False or (bool(self._asked) and nested))
 
-    def forget_failed(self, window: int) -> None:
-        """Count a forward no longer that raised, and began in this window: another attempt at its batch begins."""
-        if window == self._number:
+    def forward_failed(self) -> None:
+        """Count the forward no longer that began last, since it has raised."""
+        if self.began == self._number:
             self._forwards -= 1
+        self.excused = True
 
     def forget_forwards(self) -> None:
         """Count no forward so far: its backward will not count."""
@@ -199,9 +207,8 @@ class Window:
                 lambda number: f"has run {_counted(number, 'forward')} without a backward",
                 "If the forward was only for a log or an evaluation, run it under torch.no_grad(), or in eval mode. If "
                 "a rank dropped a batch after its forward, keep the ranks in step: skip a batch on all ranks or on "
-                "none, whatever went wrong in it, or run the backward of a loss that is multiplied by 0, such as "
-                "`0 * sum(param.sum() for param in model.parameters())`. Where one tried its batch again, let it pass "
-                "the same tensors, or slices of them. Where ranks may use different outputs, pass "
+                "none, or run the backward of a loss that is multiplied by 0, such as "
+                "`0 * sum(param.sum() for param in model.parameters())`. Where ranks may use different outputs, pass "
                 "find_unused_parameters=True.",
             ),
         ]

@@ -20,6 +20,7 @@ __all__ = [
     "COUNTS_REFERENCES",
     "LOADER_ITERATOR",
     "NOTHING",
+    "STEP",
     "UNSHARED",
     "EndOfCompiledBackward",
     "Hooks",
@@ -28,6 +29,7 @@ __all__ = [
     "call_last",
     "compiled_backward",
     "dtensor_of",
+    "engine_run_backward",
     "holders_of",
     "hook_tables",
     "inside_compiled",
@@ -40,6 +42,7 @@ __all__ = [
     "owners_and_holders",
     "owners_of",
     "profiler_runs",
+    "put_before_engine",
     "put_hooks",
     "ranged",
     "ranged_without_graph",
@@ -130,6 +133,15 @@ class EndOfCompiledBackward:
         self._backward.nan_checker = self._check
 
 
+engine_run_backward: Any = torch.autograd.graph._engine_run_backward  # what each backward of Python goes through
+
+
+def put_before_engine(function: Callable[..., Any]) -> None:
+    """Have `backward()` and `autograd.grad()` call this function, which calls `engine_run_backward`."""
+    torch.autograd.graph._engine_run_backward = function  # torch itself puts another one there, and this one back
+    torch.autograd._engine_run_backward = function  # type: ignore[attr-defined]
+
+
 def put_hooks(tensor: Tensor, hooks: Mapping[int, Callable[[Tensor], None]]) -> None:
     """Call all with the gradient of `tensor`, which is no leaf: `register_hook` that leaves no trace on the tensor.
 
@@ -203,6 +215,9 @@ class Hooks:
         """Whether the parameter at `place` in the list has no hook besides ours."""
         return len(self._look()[place]) <= 1
 
+
+# The code around the step of each optimizer, which calls the hooks before and after it.
+STEP = torch.optim.Optimizer.profile_hook_step(torch.optim.Optimizer.step).__code__
 
 NOTHING = nullcontext()  # one for all uses: making a context costs more than entering it
 

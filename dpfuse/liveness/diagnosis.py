@@ -51,13 +51,16 @@ class Status:
     at: str = ""  # the user's line, if the rank has not moved for a while
     call: str = ""  # the function of torch.distributed in which the rank is blocked
     blocked: float = 0.0  # for how long
+    failed_step: int = 0  # the last step in which a forward has raised; 0: none has
+    error: str = ""  # what it raised
 
     def message(self) -> list[Any]:
         """Return the status as JSON values."""
         limit = self.limit if isfinite(self.limit) else -1
         times = round(self.age, 2), round(self.blocked, 2)
         place = int(self.doing), self.step, self.bucket, self.wrapper
-        return [*place, times[0], self.waits, limit, self.at[:MAX_TEXT], self.call[:MAX_TEXT], times[1]]
+        texts = self.at[:MAX_TEXT], self.call[:MAX_TEXT]
+        return [*place, times[0], self.waits, limit, *texts, times[1], self.failed_step, self.error[:MAX_TEXT]]
 
     @classmethod
     def from_message(cls, message: Any) -> Status:
@@ -66,18 +69,19 @@ class Status:
         Raises:
             ValueError: the message is not a status.
         """
-        kinds = (int, int, int, int, (int, float), bool, (int, float), str, str, (int, float))
+        kinds = (int, int, int, int, (int, float), bool, (int, float), str, str, (int, float), int, str)
         if not isinstance(message, list) or len(message) != len(kinds):
-            raise ValueError("a status has ten parts")
+            raise ValueError("a status has twelve parts")
         for value, kind in zip(message, kinds, strict=True):
             if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):  # type: ignore[arg-type]
                 raise ValueError(f"{value!r:.50} is not part of a status")
-        doing, step, bucket, wrapper, age, waits, limit, at, call, blocked = message
-        if not 0 <= age < inf or not 0 <= blocked < inf or limit != limit or len(at) + len(call) > 2 * MAX_TEXT:
+        doing, step, bucket, wrapper, age, waits, limit, at, call, blocked, failed_step, error = message
+        if not 0 <= age < inf or not 0 <= blocked < inf or limit != limit or len(at + call + error) > 3 * MAX_TEXT:
             raise ValueError("a status is out of range")
         limit = float(limit) if limit > 0 else inf
         texts = printable(at), printable(call)
-        return cls(Doing(doing), step, bucket, wrapper, float(age), waits, limit, *texts, blocked)
+        failed = failed_step, printable(error)
+        return cls(Doing(doing), step, bucket, wrapper, float(age), waits, limit, *texts, blocked, *failed)
 
     def __str__(self) -> str:
         where = describe_place(self.wrapper, self.doing, self.step, self.bucket, waits=self.waits)
@@ -85,7 +89,13 @@ class Status:
             where += f" and is blocked in torch.distributed's {self.call}"
         if self.age >= 1:
             where += f", for {self.age:.0f} s"
-        return where + (f", at {self.at}" if self.at else "")
+        where += f", at {self.at}" if self.at else ""
+        if self.failed_step and self.doing is Doing.BETWEEN:  # as after the last batch
+            where += (
+                f"; its forward has raised in step {self.failed_step} with {self.error}, so if it skipped the batch, "
+                "it has fewer than the others"
+            )
+        return where
 
 
 class EndKind(IntEnum):

@@ -58,6 +58,7 @@ class OwnStatus:
         self.status = Status(
             doing, completed + 1, bucket, wrapper.number, age, waits, wrapper.stall_timeout,
             self._thread_state.at, self._thread_state.call if blocked else "", blocked,
+            board.failed_step, board.error.partition("\n")[0],
         )  # fmt: skip
 
     def discount(self, seconds: float) -> None:

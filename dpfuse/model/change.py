@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dpfuse.comm import votes
+from dpfuse.comm.memory_errors import error_of
 from dpfuse.engine.local_part import local_of
 
-__all__ = ["ModelChange"]
+__all__ = ["ModelChange", "decline"]
 
 WHAT = "the module, which was changed after it was wrapped,"
 REMEDY = (
@@ -28,12 +29,15 @@ class ModelChange:
         facts: one line per parameter and buffer, without values.
         new: the parameters whose values the ranks have never compared, by name.
         error: why this rank cannot train the changed module, if that is so.
+
+    Attributes:
+        error: as given, or why the changed module cannot be described.
     """
 
     def __init__(self, facts: Sequence[str], new: Mapping[str, nn.Parameter], error: Exception | None = None) -> None:
         self._facts = facts
         self._new = new
-        self._error = error
+        self.error = error
 
     def agree(self, group: dist.ProcessGroup) -> None:
         """Compare the changed modules of all ranks, and the values of what is new.
@@ -42,11 +46,22 @@ class ModelChange:
             DPFuseError: they differ; it is raised on every rank.
             Exception: this rank cannot train its module; the others raise a DPFuseError with its text.
         """
-        if self._error is not None:
-            votes.report_failure(self._error, group, WHAT)
-            raise self._error
-        lines = [*self._facts, *(f"parameter {name} is new, values {_digest(p)}" for name, p in self._new.items())]
+        lines = [*self._facts]
+        if self.error is None:
+            try:
+                lines += [f"parameter {name} is new, values {_digest(param)}" for name, param in self._new.items()]
+            except Exception as error:
+                self.error = error
+        if self.error is not None:
+            votes.report_failure(self.error, group, WHAT)
+            raise self.error
         votes.agree_on_text("\n".join(lines), group, WHAT, REMEDY)
+
+
+def decline(group: dist.ProcessGroup, *, out_of_memory: bool) -> bool:
+    """Take part in `ModelChange.agree` of the peers on a rank whose backward has failed: they raise a DPFuseError."""
+    votes.report_failure(error_of("its backward was interrupted", out_of_memory=out_of_memory), group, WHAT)
+    return True
 
 
 def _digest(tensor: Tensor) -> str:

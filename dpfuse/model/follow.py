@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from torch import nn
 
@@ -14,7 +15,7 @@ from dpfuse.engine.sync_decision import Window
 from dpfuse.errors import DPFuseError
 from dpfuse.model.buffer_schedule import BufferSchedule
 from dpfuse.model.buffers import BufferSync
-from dpfuse.model.change import ModelChange
+from dpfuse.model.change import ModelChange, decline
 from dpfuse.model.check import check_module, describe_model, tensors_of
 from dpfuse.model.options import SyncOptions
 from dpfuse.model.signature import ModelSignature
@@ -124,7 +125,8 @@ class ModuleFollower:
         if not any(param.requires_grad for param in tensors_of(self._module, self._options)[0].values()):
             return  # nothing of it trains; once something does again, it will be seen
         change, buckets = self._describe(text, kept)
-        grads.follow(buckets or grads.bucket_set(grads.plan, grads.params), text, lambda: self._agree(change))
+        buckets = buckets or grads.bucket_set(grads.plan, grads.params)
+        grads.follow(buckets, text, lambda: self._agree(change), partial(decline, grads.group))
 
     def _describe(self, text: str, kept: BucketPlan | None) -> tuple[ModelChange, BucketSet | None]:
         """Return the change, and the buckets of its plan, if there is one."""
@@ -149,14 +151,21 @@ class ModuleFollower:
         return ModelChange(facts, self._signature.new_parameters()), buckets
 
     def _agree(self, change: ModelChange) -> None:
-        change.agree(self._grads.group)
-        refusal = self._schedule.settle()
-        if refusal:
-            raise DPFuseError(refusal)
-        self._grads.keep_change()
-        self._signature.agree()
-        self._wish = ""
-        self._agreed()
+        try:
+            change.agree(self._grads.group)
+            refusal = self._schedule.settle()
+            if refusal:
+                raise DPFuseError(refusal)
+            self._grads.keep_change()
+            self._signature.agree()
+            self._wish = ""
+            self._agreed()
+        except DPFuseError:
+            raise
+        except BaseException as error:
+            if error is not change.error:
+                self._grads.leave(error)  # it is unknown in which vote the peers are
+            raise
 
 
 def params_of(module: nn.Module, plan: BucketPlan) -> list[nn.Parameter]:

@@ -14,6 +14,7 @@ LOGS = {
     "group": "what the back end of a process group can do on GPUs",
     "loop": "what a training loop could save, groups of one rank, and checks that failed",
     "weights": "where weights of the ranks are not compared, and why",
+    "failed": "how a rank has completed a backward that an exception ended",
     "slow": "ranks that are late in each step, and communication that has become slow",
     "stall": "ranks that are silent, slow, or have failed",
 }

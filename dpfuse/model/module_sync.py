@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
@@ -43,13 +44,13 @@ from dpfuse.model.agreement import send_tensors
 from dpfuse.model.buffer_schedule import BufferSchedule
 from dpfuse.model.buffers import BufferKind, BufferSync
 from dpfuse.model.check import describe_attributes, named_kinds, tensors_of
-from dpfuse.model.failed_batch import FailedBatch
 from dpfuse.model.follow import ModuleFollower, params_of
 from dpfuse.model.foreign_tensors import send_foreign
 from dpfuse.model.micro_loop import MicroLoop
 from dpfuse.model.open_window import OpenWindow
 from dpfuse.model.options import SyncOptions
 from dpfuse.model.signature import ModelSignature
+from dpfuse.stopping.reason import StopReason
 from dpfuse.stopping.request import StopRequest
 from dpfuse.weights.check import WeightsCheck
 from dpfuse.weights.left_alone import leave_alone
@@ -141,8 +142,6 @@ class ModuleSync:
         self._module = module
         self._dividing: Dividing | None = None
         self._divided: tuple[Sequence[Any], str] = (), ""  # a name, and for which planned parameters it was looked for
-        self._failed: tuple[FailedBatch, int] | None = None  # of the last forward, if it raised, and its window
-        self._tried: FailedBatch | None = None  # whose data the running forward tries once more
         buffers = BufferSync(module, options.ignored, group, agreed_buffers)
         self.buffers = BufferSchedule(buffers, active=options.broadcast_buffers)
         if options.broadcast_buffers:
@@ -216,6 +215,7 @@ class ModuleSync:
             later=[self.factors],
             wrap=face.wrap,
         )
+        self.grads.order.complete = WeakMethod(self._complete_failed)
         if level == "off":
             leave_alone(self.grads.listening.hooks)  # also where its parameters are averaged by hand
         let_threads_finish_at_exit()
@@ -258,18 +258,18 @@ class ModuleSync:
             leaves into all their places; the forward is then none of the wrapper's.
 
         Raises:
-            DPFuseError: the last backward was interrupted here only, or was not averaged.
+            DPFuseError: the last backward was not averaged, or the ranks can no longer reach each other.
         """
         reducer, window = self.grads.reducer, self.window
         self.grads.track.begin(reducer.completed)
         watch = self.grads.listening.watch
         if watch.unopened:
             watch.look_back()
-        if reducer.phase is ABANDONED:
-            reducer.drain()
-            if self.factors.weight.value is not None:
-                self.attach_factors()
+        if reducer.phase is ABANDONED or self.grads.order.turns.failed:
+            self.complete_failed()
         idle, own_tensors = reducer.phase is IDLE, True
+        if self.grads.lost.begun is not None and self._dividing is None:  # an optimizer that divides tells it itself
+            self.grads.lost.look(reducer.completed)
         if idle:
             reducer.refuse_unaveraged()
             own_tensors = self._follower.look()
@@ -278,42 +278,57 @@ class ModuleSync:
         # During a backward it is a checkpoint that recomputes, and stops where it has what it needs.
         counts = idle and self._module.training
         window.forward_begins(counts=counts)
-        if self._failed is not None and counts:
-            self._forward_follows(self._failed, inputs)
-        if self.before_collectives is not None:
-            self.before_collectives()
-        for begins in self.grads.events.forward_begins if idle else ():
-            begins(inputs)
-        buffers = self.buffers
-        if buffers.before_forward or buffers.beside_gradients:
-            # Those that stand in for the module's own are the program's. The next forward sends those of the module.
-            due = own_tensors and buffers.due(counts=counts)
-            buffers.begin_forward(due=due, counts=counts, local=not window.require_sync, is_own=own_tensors)
+        try:
+            if self.before_collectives is not None:
+                self.before_collectives()
+            for begins in self.grads.events.forward_begins if idle else ():
+                begins(inputs)
+            buffers = self.buffers
+            if buffers.before_forward or buffers.beside_gradients:
+                # Those that stand in for the module's own are the program's. The next forward sends the module's.
+                due = own_tensors and buffers.due(counts=counts)
+                buffers.begin_forward(due=due, counts=counts, local=not window.require_sync, is_own=own_tensors)
+        except BaseException:
+            if window.counts:
+                window.forward_failed()  # and not `buffers`: this forward may not have sent them
+            raise
         return True
 
-    def forward_failed(self, inputs: Inputs) -> None:
+    def complete_failed(self) -> None:
+        """Complete what the peers wait for, if a backward has failed on this rank, also of another model."""
+        self.grads.listening.watch.look_back()
+        self.grads.order.complete_failed()
+        self._complete_failed()
+
+    def _complete_failed(self) -> None:
+        reducer = self.grads.reducer
+        if reducer.missed:
+            reducer.abandon(opened=False)
+        if reducer.phase is ABANDONED:
+            reducer.drain()
+            if self.factors.weight.value is not None:
+                self.attach_factors()
+
+    def stop_reason(self) -> StopReason | None:
+        """Why all ranks stop, if they do. A rank whose backward has failed takes part in it first, to hear of it."""
+        reducer = self.grads.reducer
+        if reducer.phase is ABANDONED or self.grads.order.turns.failed:
+            self.complete_failed()
+        return self.stop.reason()
+
+    def forward_failed(self) -> None:
         """To be called instead of `after_forward` where the forward itself has raised.
 
-        A program may now try a part of the same batch, which is nothing that the other ranks must know. Or it goes on
-        with the next batch, and is then one ahead of the others: the forward still counts, which is an error.
+        A program may now train its batch in halves, or another one in its place, which is nothing that the other ranks
+        must know. If it skips the batch, it has fewer batches than they have, and the heartbeat names this forward.
         """
-        if not self.window.counts:
-            return
-        self.buffers.forward_failed()
-        batch = self._tried if self._tried is not None else FailedBatch(inputs)
-        self._failed, self._tried = (batch, self.window.began), None
-
-    def _forward_follows(self, failed: tuple[FailedBatch, int], inputs: Inputs) -> None:
-        batch, window = failed
-        self._failed = None
-        if batch.has(inputs):
-            self._tried = batch
-            self.window.forget_failed(window)
+        if self.window.counts:
+            self.buffers.forward_failed()
+            self.window.forward_failed()
 
     def after_forward(self, outputs: Any, *, takes_part: bool = True) -> None:
         """To be called with the outputs of that forward, and what `before_forward` returned."""
         reducer = self.grads.reducer
-        self._tried = None
         self.grads.track.tell(LOSS, reducer.completed)
         if not takes_part:
             return
@@ -336,6 +351,7 @@ class ModuleSync:
         named = named_kinds(params, others if buffers else {})
         send_tensors(named.values(), self.grads.group, self.grads.source)
         send_foreign(named, self.grads.group, self.grads.source)
+        self.grads.lost.weights_replaced()
         self.buffers.sent_otherwise()
         if self.weights is not None:
             self.weights.synchronized()
@@ -349,6 +365,7 @@ class ModuleSync:
                 f"rank {group.rank()}: synchronize_weights() was called while a backward is {phase.name}, expected it "
                 "between backwards. Call it once backward() has returned."
             )
+        self.complete_failed()
         what, remedy = "the weights to be synchronized", "Change the module in the same way on every rank."
         try:
             named = named_kinds(*tensors_of(self._module, self.options))
