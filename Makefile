@@ -28,7 +28,7 @@ demo demo-preempted: need := $(NEED_DEMO)
 wheel: need := $(NEED_WHEEL)
 gpu gpu-questions: need := $(NEED_GPU)
 gpu-questions: MINUTES = 6
-test test-programs lint docs bench: need := $(NEED_ALL)
+test test-programs test-failures lint docs bench: need := $(NEED_ALL)
 test-all test-clients test-nightly: need := $(NEED_ALL) $(NEED_INTEGRATIONS)
 test-all test-clients test-nightly: stamp := .venv/.ready-integrations
 
@@ -37,7 +37,7 @@ python = $(if $(call has,$(need)),$(PYTHON),.venv/bin/python)
 stamp := .venv/.ready
 ready = @$(if $(call has,$(need)),true,$(MAKE) --no-print-directory $(stamp))
 
-.PHONY: demo demo-preempted wheel test test-all test-clients test-nightly test-programs test-public test-torch test-pretended lint bench gpu gpu-questions docs clean
+.PHONY: demo demo-preempted wheel test test-all test-clients test-nightly test-programs test-failures test-public test-torch test-pretended lint bench gpu gpu-questions docs clean
 
 demo:  ## train a network on real images on two ranks, beside torch's DDP
 	$(ready)
@@ -66,6 +66,11 @@ test-nightly:  ## those, and what takes minutes each: 100,000 steps, 1,000 model
 test-programs:  ## 4,000 training programs made at random, beside gradients averaged by hand or torch's class; a record
 	$(ready)
 	$(python) -m tests.random_programs bench/results/random-programs-cpu$$(nproc)-$$(date +%F).txt
+
+test-failures:  ## a backward of one rank fails at every line and in its program: what every rank does then; a record
+	$(ready)
+	$(python) -m tests.distributed.failures.opening --turns --after 30 --stop 0 \
+		--record bench/results/failures-cpu$$(nproc)-$$(date +%F).txt
 
 test-public:  ## programs around public libraries, with torch's class and with ours, in an environment of their own
 	@$(MAKE) --no-print-directory .venv-public/.ready

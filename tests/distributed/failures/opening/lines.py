@@ -1,4 +1,4 @@
-"""Raises at the n-th line of the library that the calling thread runs, up to a collective. Knows no model."""
+"""Raises at the n-th line of the library that the calling thread runs. Knows no model."""
 
 from __future__ import annotations
 
@@ -8,99 +8,106 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
-
-import torch
+from typing import Any, NamedTuple
 
 import dpfuse
 import dpfuse_kernels
-from dpfuse.comm import collective
+from dpfuse.engine.autograd import backward_runs
 
-__all__ = ["ERRORS", "Passed", "raising"]
+__all__ = ["Line", "Lines", "Passed"]
 
-TEXT = "planted"
-FOLDERS = f"{Path(dpfuse.__file__).parent}/", f"{Path(dpfuse_kernels.__file__).parent}/"
-COLLECTIVES = f"{Path(dpfuse.__file__).parent}/comm/collective.py"
-BUCKET = f"{Path(dpfuse.__file__).parent}/engine/bucket.py"
-COMM = f"{Path(dpfuse.__file__).parent}/comm/"
-STARTING = {*collective.__all__}.difference({"group_device", "resolve_group"})
-ERRORS: dict[str, type[BaseException]] = {
-    "RuntimeError": RuntimeError,
-    "OutOfMemoryError": torch.OutOfMemoryError,
-    "KeyboardInterrupt": KeyboardInterrupt,
-}
+LIBRARY = Path(dpfuse.__file__).parent
+FOLDERS = f"{LIBRARY}/", f"{Path(dpfuse_kernels.__file__).parent}/"
+EXCHANGES = {f"{LIBRARY}/comm/{name}.py" for name in ("collective", "waiting", "work")}
+VOTES = f"{LIBRARY}/comm/votes.py"
+BUCKET = f"{LIBRARY}/engine/bucket.py"
+
+
+class Line(NamedTuple):
+    """One line that was passed.
+
+    Attributes:
+        place: its file, number and function.
+        exchanging: whether it belongs to an exchange, of which it is unknown how far it came.
+    """
+
+    place: str
+    exchanging: bool
 
 
 @dataclass
 class Passed:
-    """The lines that were passed.
+    """What was passed, up to the failure.
 
     Attributes:
-        places: file, number and function of each.
-        collectives: how many collectives had begun before each.
-        exchanging: whether each belonged to an exchange, of which it is unknown how far it came.
-        raised: whether one has raised.
+        lines: all of them where they are counted; else the one that has raised.
+        raised: whether something has raised.
     """
 
-    places: list[str] = field(default_factory=list)
-    collectives: list[int] = field(default_factory=list)
-    exchanging: list[bool] = field(default_factory=list)
+    lines: list[Line] = field(default_factory=list)
     raised: bool = False
 
 
-@contextmanager
-def raising(passed: Passed, at: int | None, error: str, before: int | None = None) -> Iterator[None]:
-    """Raise `error` at line number `at`, from 1, of what is called inside; None raises nowhere, and counts.
+class Lines:
+    """Raises at line number `at`, from 1, of what runs within `traced()`; None raises nowhere, and notes the lines.
 
-    If the collective number `before`, from 1, has begun by then, it raises nowhere, either.
+    Args:
+        passed: is told.
+        at: number of the line.
+        error: makes what is raised.
+        inside: whether only lines count that run inside a backward. Torch calls others in front of it, before a hook of
+            the library runs.
     """
-    lines = _Lines(passed, at, ERRORS[error], before)
-    sys.settrace(lines.called)
-    try:
-        yield
-    finally:
-        sys.settrace(None)
 
-
-class _Lines:
-    def __init__(
-        self, passed: Passed, at: int | None, error: Callable[[str], BaseException], before: int | None
-    ) -> None:
+    def __init__(self, passed: Passed, at: int | None, error: Callable[[], BaseException], inside: bool) -> None:
         self._passed = passed
         self._at = at
         self._error = error
-        self._before = before
-        self._begun = 0  # collectives
+        self._inside = inside
+        self._count = 0
         self._known: dict[str, bool] = {}
 
-    def called(self, frame: FrameType, event: str, arg: Any) -> Any:
-        """The function of `sys.settrace`."""
-        code, back = frame.f_code, frame.f_back
-        if code.co_filename == COLLECTIVES and code.co_name in STARTING:
-            if back is not None and back.f_code.co_filename != COLLECTIVES:
-                self._begun += 1
-            return None
-        if code.co_filename not in self._known:
-            self._known[code.co_filename] = code.co_filename.startswith(FOLDERS)
-        return self._line if self._known[code.co_filename] else None
+    @contextmanager
+    def traced(self) -> Iterator[None]:
+        """Count the lines of what is called within."""
+        sys.settrace(self._called)
+        try:
+            yield
+        finally:
+            sys.settrace(None)
+
+    def _called(self, frame: FrameType, event: str, arg: Any) -> Any:
+        file = frame.f_code.co_filename
+        if file not in self._known:
+            self._known[file] = file.startswith(FOLDERS)
+        return self._line if self._known[file] and (backward_runs() or not self._inside) else None
 
     def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
         passed = self._passed
         if event == "line" and not passed.raised:
-            file = "/".join(Path(frame.f_code.co_filename).parts[-2:])
-            passed.places.append(f"{file}:{frame.f_lineno} {frame.f_code.co_name}")
-            passed.collectives.append(self._begun)
-            passed.exchanging.append(_exchanges(frame))
-            if len(passed.places) == self._at and (self._before is None or self._begun < self._before):
+            self._count += 1
+            if self._at is None:
+                passed.lines.append(_line_of(frame))
+            elif self._count == self._at:
+                passed.lines.append(_line_of(frame))
                 passed.raised = True
-                raise self._error(TEXT)
+                raise self._error()
         return self._line
+
+
+def _line_of(frame: FrameType) -> Line:
+    file = "/".join(Path(frame.f_code.co_filename).parts[-2:])
+    return Line(f"{file}:{frame.f_lineno} {frame.f_code.co_name}", _exchanges(frame))
 
 
 def _exchanges(frame: FrameType | None) -> bool:
     while frame is not None:
-        file, name = frame.f_code.co_filename, frame.f_code.co_name
-        if file.startswith(COMM) or (file == BUCKET and name == "_start"):
+        code = frame.f_code
+        if code.co_filename in EXCHANGES and code.co_name != "tell":
             return True
+        if code.co_filename == BUCKET and code.co_name == "_start":
+            return True
+        if code.co_filename == VOTES:  # what a vote is about is made in it, between its collectives
+            return False
         frame = frame.f_back
     return False

@@ -1,191 +1,210 @@
-"""What one rank runs: steps of which one raises; and what must hold of what the ranks tell. Uses no process."""
+"""What one rank runs: steps of which one fails, and those that follow; and what it tells of them."""
 
 from __future__ import annotations
 
 import gc
-import hashlib
+import os
+import pickle
+import re
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import monotonic, sleep
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import dpfuse
-from tests.distributed.failures.opening.lines import Passed, raising
-from tests.distributed.failures.opening.programs import PROGRAMS, Program, batch
+from tests.distributed.failures.opening.fault import DUMMY, REPEAT, SKIP, SKIP_OOM, Fault
+from tests.distributed.failures.opening.lines import Passed
+from tests.distributed.failures.opening.oracle import Bits, bits_of
+from tests.distributed.failures.opening.planter import Planter, is_planted
+from tests.distributed.failures.opening.programs import LR, PROGRAMS, Halting, Pass, Program
+from tests.patience import patience
 
-__all__ = ["Fault", "Step", "Told", "breaches", "trials"]
+__all__ = ["APART", "DONE", "ENDED", "STUCK", "Attempt", "Told", "told_in", "trial"]
 
-GOOD = 3  # steps without an error after which a rank ends
-BAD = 4  # steps with an error, one after the other, after which it cannot go on
-INTERRUPT = "KeyboardInterrupt"
+DONE = "done"  # all batches were taken
+APART = "apart"  # an error has said that the weights of the ranks differ
+ENDED = "ended"  # an exception has ended the program
+STUCK = "stuck"  # every attempt raises
+LATE = 3.0  # seconds after which a rank has ended that its peers still wait for
+HOPELESS = 3  # attempts with an error, one after the other, after which a rank is stuck
+# What an error says where one rank has not stepped as the others have. A ShardedOptimizer has words of its own.
+WEIGHTS_DIFFER = re.compile(r"has not used the mean|failed in a step")
 
 
 @dataclass(frozen=True)
-class Fault:
-    """One backward that raises.
+class Attempt:
+    """How one attempt at a batch has ended on one rank.
 
     Attributes:
-        program: its name.
-        rank, step: where, from step 1; the first one is recorded, the second has new buckets.
-        place: which backward of the step.
-        at: number of the line, from 1; None: nowhere, the lines are counted.
-        error: its class.
-        before: the number of the collective before which it raises, from 1, or not at all: the ranks may pass fewer
-            lines before it than where they were counted. None: anywhere.
+        number: of the batch.
+        error: the class of the exception that has ended it; empty for none.
+        text: of the exception.
+        named: whether it is a DPFuseError.
+        out_of_memory: whether it is a torch.OutOfMemoryError.
+        planted: whether the program has seen the planted exception.
+        dummy: the part of the step in which a dummy was in the place of the batch.
+        before: the weights before the step.
+        mean: the averaged gradients.
     """
-
-    program: str
-    rank: int
-    step: int
-    place: str = "backward"
-    at: int | None = None
-    error: str = "RuntimeError"
-    before: int | None = None
-
-
-@dataclass(frozen=True)
-class Step:
-    """How one step has ended on one rank: the number of its batch, and the error or the gradients."""
 
     number: int
     error: str = ""
-    named: bool = False
     text: str = ""
-    digest: str = ""
-    grads: Any = None
+    named: bool = False
+    out_of_memory: bool = False
+    planted: bool = False
+    dummy: str = ""
+    before: Bits = ()
+    mean: Bits = ()
 
 
-@dataclass(frozen=True)
+@dataclass
 class Told:
-    """What one rank tells: its steps from the one with the fault on, and the lines that it passed there."""
+    """What one rank tells.
 
-    steps: Sequence[Step]
-    passed: Passed
+    Attributes:
+        attempts: from the step with the failure on, and each before that raised.
+        passed: up to the failure.
+        end: DONE, APART, ENDED or STUCK; empty if the rank was ended from outside.
+        weights: at the end.
+    """
+
+    attempts: list[Attempt] = field(default_factory=list)
+    passed: Passed = field(default_factory=Passed)
+    end: str = ""
+    weights: Bits = ()
 
 
-def trials(rank: int, size: int, faults: Sequence[Fault]) -> list[Told]:
-    """Run all of them on one group of ranks."""
+def trial(rank: int, size: int, folder: str, fault: Fault) -> None:
+    """Train, fail in one step if this is the rank, and go on as the policy says.
+
+    What came of it goes to a file in the folder, and so does what the process prints.
+    """
+    printed = os.open(Path(folder, f"{rank}.printed"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(printed, 2)
+    os.close(printed)
     gc.collect()
     gc.disable()  # finalizers must not run, and be counted, within a backward
     try:
-        return [_trial(rank, fault) for fault in faults]
+        _Trial(rank, size, fault, Path(folder, f"{rank}.told")).run()
     finally:
         gc.enable()
 
 
-def _trial(rank: int, fault: Fault) -> Told:
-    program = PROGRAMS[fault.program]
-    model = program.wrapped()
-    optimizer = dpfuse.ShardedOptimizer(model, torch.optim.SGD, lr=0.1) if program.sharded else None
-    passed, steps = Passed(), []
-    number = good = bad = 0
-    while good < GOOD and bad < BAD:
-        number += 1
-        here = number == fault.step and (rank == fault.rank or fault.at is None)
-        raised = _step(program, model, optimizer, rank, number, fault if here else None, passed)
-        if number >= fault.step:
-            steps.append(raised)
-            good, bad = good + (not raised.error), bad + 1 if raised.error else 0
-        if raised.error and program.retries and here:
-            again = _step(program, model, optimizer, rank, number, None, passed)
-            steps.append(again)
-            good += not again.error
-    return Told(steps, passed)
+def told_in(folder: str, rank: int) -> Told:
+    """Return what a rank has told so far."""
+    path = Path(folder, f"{rank}.told")
+    if not path.exists():
+        return Told()
+    told: Told = pickle.loads(path.read_bytes())
+    return told
 
 
-def _step(
-    program: Program,
-    model: Any,
-    optimizer: Any,
-    rank: int,
-    number: int,
-    fault: Fault | None,
-    passed: Passed,
-) -> Step:
-    def armed(place: str) -> AbstractContextManager[object]:
-        if fault is None or fault.place != place:
-            return nullcontext()
-        return raising(passed, fault.at, fault.error, fault.before)
+class _Trial:
+    def __init__(self, rank: int, size: int, fault: Fault, path: Path) -> None:
+        self.rank, self.size, self.fault, self.path = rank, size, fault, path
+        self.program: Program = PROGRAMS[fault.program]
+        own = fault if fault.at is None and fault.kind in ("line", "around") else fault.of(rank)
+        self.planter = Planter(own)
+        self.model = self.program.wrapped()
+        self.planter.prepare(self.model.module, {each.kind for each in (fault, fault.also) if each is not None})
+        self.optimizer = (
+            dpfuse.ShardedOptimizer(self.model, Halting, lr=LR)
+            if self.program.sharded
+            else Halting(self.model.parameters(), lr=LR)
+        )
+        self.told = Told(passed=self.planter.passed)
 
-    try:
-        model.zero_grad()
-        program.run(model, batch(rank, number), armed)
-        if optimizer is not None:
-            optimizer.step()
-    except BaseException as error:
-        return Step(number, type(error).__name__, isinstance(error, dpfuse.DPFuseError), str(error))
-    values = [param if optimizer is not None else param.grad for param in model.module.parameters()]
-    digest = hashlib.sha256(b"".join(_bytes(each) for each in values)).hexdigest()[:12]
-    return Step(number, digest=digest, grads=[None if v is None else v.detach().clone() for v in values])
+    def run(self) -> None:
+        fault, told = self.fault, self.told
+        number, bad = 1, 0
+        while not told.end:
+            self.planter.active = number == fault.step and not told.attempts
+            attempt, error = self._attempt(number)
+            if number >= fault.step or error is not None:
+                told.attempts.append(attempt)
+            bad = 0 if error is None else bad + 1
+            if error is None or fault.policy in (SKIP, SKIP_OOM):
+                number += 1
+            if error is not None:
+                told.end = self._end_after(error, bad)
+            elif number > fault.step + fault.after:
+                told.end = DONE
+                told.weights = self._weights()
+            error = None  # its frames keep tensors
+            self.path.write_bytes(pickle.dumps(told))
+        self._leave()
 
+    def _leave(self) -> None:
+        """Wait for the peers. If one still waits for this rank, end, as a process does that has no more to do."""
+        if self.told.end == ENDED:
+            os._exit(1)
+        ends = [self.path.with_name(f"{rank}.end") for rank in range(self.size)]
+        ends[self.rank].touch()
+        deadline = monotonic() + patience(LATE)
+        while not all(end.exists() for end in ends):
+            if monotonic() > deadline:
+                os._exit(1)
+            sleep(0.002)
 
-def _bytes(value: Any) -> bytes:
-    return b"none" if value is None else value.detach().contiguous().numpy().tobytes()
+    def _end_after(self, error: BaseException, bad: int) -> str:
+        if isinstance(error, dpfuse.DPFuseError) and WEIGHTS_DIFFER.search(str(error)):
+            return APART
+        if self.fault.policy == SKIP_OOM and not isinstance(error, torch.OutOfMemoryError):
+            return ENDED
+        return STUCK if bad == HOPELESS else ""
 
+    def _attempt(self, number: int) -> tuple[Attempt, BaseException | None]:
+        before = self._weights()
+        one = _Armed(self, number)
+        try:
+            self.model.zero_grad()
+            self.program.step(one)
+            mean = () if self.program.sharded else bits_of([param.grad for param in self.model.module.parameters()])
+            with self.planter.around("averaged", "step"):
+                self.optimizer.step()
+        except BaseException as error:
+            kind, text = type(error).__name__, str(error)
+            named, memory = isinstance(error, dpfuse.DPFuseError), isinstance(error, torch.OutOfMemoryError)
+            return Attempt(number, kind, text, named, memory, is_planted(error), one.dummy, before), error
+        if self.program.sharded:  # its gradients are in parts
+            params = zip(self.model.module.parameters(), self._tensors(before), strict=True)
+            mean = bits_of([(was - param.detach()) / LR for param, was in params])
+        return Attempt(number, planted=one.planted, dummy=one.dummy, before=before, mean=mean), None
 
-def breaches(fault: Fault, told: Sequence[Told]) -> list[str]:
-    """What does not hold; empty if all is well.
+    def _weights(self) -> Bits:
+        return bits_of([*self.model.module.parameters()])
 
-    Every step that succeeds gives all ranks the same gradients: the mean. And if the ranks pair up other batches from
-    then on, each of them has had an error that names a rank.
-    """
-    found = []
-    good = [[step for step in each.steps if not step.error] for each in told]
-    errors = [[step for step in each.steps if step.error] for each in told]
-    passed = told[fault.rank].passed
-    # The group, for every rank: an interrupt of the vote that follows the first backward ends it, too.
-    may_end = passed.raised and (passed.exchanging[-1] or (passed.collectives[-1] > 0 and fault.error == INTERRUPT))
-    ends = may_end and not any(good)
-    if any(len(each) < GOOD for each in good) and not ends:
-        found.append("a rank cannot go on")
-    for number, pair in enumerate(zip(*good, strict=False)):
-        if len({step.digest for step in pair}) > 1:
-            found.append(f"different gradients in good step {number}")
-        found += _wrong(fault, pair)
-    named = [[step for step in each if step.named and "rank" in step.text] for each in errors]
-    for rank, each in enumerate(errors):
-        own = [step for step in each if "planted" in step.text] if rank == fault.rank else []
-        found += [f"rank {rank}: unnamed {s.error}: {s.text[:90]}" for s in each if s not in named[rank] + own]
-        if len(each) > (2 if rank == fault.rank else 1) and not ends:
-            found.append(f"rank {rank}: {len(each)} errors")
-    shifted = any(len({step.number for step in pair}) > 1 for pair in zip(*good, strict=False))
-    if shifted and fault.place != "local" and not all(named):
-        found.append("one rank goes on")
-    return found
-
-
-def _wrong(fault: Fault, pair: Sequence[Step]) -> list[str]:
-    program = PROGRAMS[fault.program]
-    if program.sharded:
-        return []
-    sums: list[Any] = []
-    for rank, step in enumerate(pair):
-        torch.manual_seed(0)
-        bare = _Bare(program.build())
-        program.run(bare, batch(rank, step.number), lambda place: nullcontext())
-        grads = [param.grad for param in bare.module.parameters()]
-        sums = grads if not sums else [_added(*both) for both in zip(sums, grads, strict=True)]
-    found = []
-    for got, total in zip(pair[0].grads, sums, strict=True):
-        if (got is None) != (total is None) or (
-            got is not None and not torch.allclose(got, total / len(pair), atol=1e-6)
-        ):
-            found.append(f"wrong mean of batches {[step.number for step in pair]}")
-            break
-    return found
-
-
-def _added(one: Any, other: Any) -> Any:
-    return other if one is None else one if other is None else one + other
+    def _tensors(self, bits: Bits) -> Sequence[Tensor]:
+        shapes = [param.shape for param in self.model.module.parameters()]
+        pairs = zip(bits, shapes, strict=True)
+        return [torch.frombuffer(bytearray(each or b""), dtype=torch.float32).view(shape) for each, shape in pairs]
 
 
-class _Bare:
-    def __init__(self, module: Any) -> None:
-        self.module = module
-        self.zero_grad = module.zero_grad
-        self.no_sync = nullcontext
+class _Armed(Pass):
+    """A pass in which this rank may fail. A forward that has failed is tried again, if that is the policy."""
 
-    def __call__(self, x: Any) -> Any:
-        return self.module(x)
+    def __init__(self, trial: _Trial, number: int) -> None:
+        super().__init__(trial.model, trial.rank, trial.size, number)
+        self.planted = False
+        self._trial = trial
+
+    def forward(self, x: Tensor, part: str) -> Tensor:
+        planter, policy = self._trial.planter, self._trial.fault.policy
+        try:
+            with planter.around(part, "forward"):
+                return planter.on_the_way(super().forward(x, part))
+        except BaseException as error:
+            if policy not in (REPEAT, DUMMY) or not is_planted(error):
+                raise
+        self.planted = True
+        self.dummy = part if policy == DUMMY else ""
+        return planter.on_the_way(super().forward(x, part))
+
+    def backward(self, loss: Any, part: str, **how: bool) -> None:
+        with self._trial.planter.around(part, "backward"):
+            super().backward(loss, part, **how)
