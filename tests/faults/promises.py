@@ -37,13 +37,12 @@ PROMISES: dict[str, tuple[str, ...]] = {
     ),
     # Ranks do the same.
     "If ranks ran different numbers of backwards or forwards since the last mean, all of them raise in "
-    "that backward: `no_sync()` on one rank, a batch left out, an exception that was caught. This needs "
+    "that backward: `no_sync()` on one rank, a batch left out after its forward. This needs "
     "no additional collective. With weights windows may differ in length, and ranks only report a "
     "backward that an exception ended.": (
         "no_sync_one_rank",
         "skipped_micro_batch",
         "skipped_backward",
-        "exception_caught",
         "tests/distributed/failures/test_different_counts.py::test_every_rank_raises",
         "tests/distributed/costs/test_step_costs.py::test_a_step_sends_each_bucket_once_and_nothing_else",
     ),
@@ -67,11 +66,16 @@ PROMISES: dict[str, tuple[str, ...]] = {
         "unused_now_and_then",
         "tests/distributed/averaging/test_unused.py::test_a_rank_that_uses_no_parameter_takes_part",
     ),
-    "If an exception ends a backward on one rank, all ranks raise. After the gradients are set to zero, "
+    "If an exception ends a backward on one rank, each rank raises once. After the gradients are set to zero, "
     "the next step is correct.": (
         "exception_mid_backward_caught",
         "tests/distributed/failures/test_interruptions.py"
-        "::test_an_exception_on_one_rank_is_an_error_on_both_and_the_next_step_is_right",
+        "::test_an_exception_on_one_rank_is_one_error_on_each_and_the_next_step_is_right",
+    ),
+    "What a rank runs in place of a forward that raised is averaged. If it skips that batch, the error at the "
+    "end of the data names it, and the forward.": (
+        "exception_caught",
+        "tests/distributed/failures/test_second_attempts.py::test_what_runs_in_its_place_is_averaged",
     ),
     "Your own collectives between backwards are allowed, in the same order on all ranks.": ("user_collectives",),
     "Collectives inside a backward, such as those of a `SyncBatchNorm`, are allowed. Where ranks use "

@@ -187,19 +187,15 @@ def test_a_peers_failure_is_known_after_the_next_backward_and_gradients_are_nan_
         # On CUDA the report of a peer is read without waiting, after the next backward; until then no step is finite.
         model(x).sum().backward()
         assert all(param.grad.isnan().all() for param in model.parameters())
-        model.zero_grad()
-        with pytest.raises(dpfuse.DPFuseError, match="the backward failed on rank 1 of 2"):
+    else:
+        planted = model.module.bias.register_hook(lambda grad: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
             model(x).sum().backward()
-        model.zero_grad()
+        planted.remove()
+    model.zero_grad()
+    # The rank that failed raises with its peers, so that the next batches pair again.
+    with pytest.raises(dpfuse.DPFuseError, match=r'the backward failed on rank 1 of 2.*needs check="strict"'):
         model(x).sum().backward()
-        assert all(param.grad.isfinite().all() for param in model.parameters())
-        return
-    planted = model.module.bias.register_hook(lambda grad: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        model(x).sum().backward()
-    planted.remove()
-    with pytest.raises(dpfuse.DPFuseError, match="interrupted by an exception on rank 1 of 2 only"):
-        model(x)
     for _ in range(2):
         model.zero_grad()
         model(x).sum().backward()
@@ -218,8 +214,6 @@ def test_a_strict_check_raises_in_the_same_backward(rank, size):
         model(x).sum().backward()
     if planted is not None:
         planted.remove()
-        with pytest.raises(dpfuse.DPFuseError, match="interrupted by an exception on rank 1 of 2 only"):
-            model(x)
     model.zero_grad()
     model(x).sum().backward()
     assert all(param.grad.isfinite().all() for param in model.parameters())

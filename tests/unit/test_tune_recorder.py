@@ -73,6 +73,9 @@ class Listener:
     def abandon(self, *, opened):
         self.calls.append("abandon")
 
+    def raised(self, error, *, opened, reached):
+        pass
+
     def mark(self, name):
         def mark_ready(param):
             self.calls.append(name)

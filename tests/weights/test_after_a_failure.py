@@ -37,8 +37,6 @@ def trained(rank, size, failing, late):
             found += [step for each in caught if issubclass(each.category, dpfuse.WeightsWarning)]
             if handle is not None:
                 handle.remove()
-                with suppress(dpfuse.DPFuseError):
-                    model(torch.ones(3, 4))  # completes what the peers wait for
             if step != failing:  # on the other rank the gradients are NaN then, or there are none
                 optimizer.step()
             optimizer.zero_grad()
@@ -54,4 +52,5 @@ def trained(rank, size, failing, late):
 @pytest.mark.parametrize("failing", [30, *range(HASHED - 1, HASHED + 5)])
 def test_all_ranks_examine_in_the_same_backward(ranks, failing, late):
     (first,), (second,) = ranks(trained, failing, late)
-    assert abs(first - second) <= late  # a rank whose backward raises tells it in the next one
+    # A rank whose backward raises tells it in the next one, which raises, too, where reports are read late.
+    assert abs(first - second) <= 2 * late

@@ -264,9 +264,6 @@ def interrupted(rank, size, blown, bucket_size):
         model.zero_grad()
         with pytest.raises(KeyError if rank in blown else dpfuse.DPFuseError, match=r"planted|failed on rank"):
             model(batch(rank, 0, 4), rank in blown).sum().backward()
-        if len(blown) < size and rank in blown:
-            with pytest.raises(dpfuse.DPFuseError, match="was interrupted"):
-                model(batch(rank, 0, 4))
         right_steps(model, rank, size)
 
 

@@ -182,8 +182,6 @@ def a_peer_that_fails(rank, size, kind):
         with pytest.raises(ZeroDivisionError):
             model(torch.ones(4, 6)).sum().backward()
         planted.remove()
-        with pytest.raises(dpfuse.DPFuseError, match="interrupted by an exception on rank 1 of 2 only"):
-            model(torch.ones(4, 6))
     else:
         with pytest.raises(dpfuse.DPFuseError, match="rank 1"):
             model(torch.ones(4, 6)).sum().backward()

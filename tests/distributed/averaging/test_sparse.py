@@ -159,8 +159,6 @@ def test_a_failure_is_told_where_only_sparse_buckets_are(rank, size):
     if rank == 1:
         with pytest.raises(KeyError, match="planted"):
             model(words, blow=True).sum().backward()
-        with pytest.raises(dpfuse.DPFuseError, match="interrupted by an exception on rank 1 of 2 only"):
-            model(words)
     else:
         with pytest.raises(dpfuse.DPFuseError, match="failed on rank 1 of 2"):
             model(words).sum().backward()

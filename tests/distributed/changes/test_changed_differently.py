@@ -196,14 +196,12 @@ def test_an_exception_in_the_step_of_the_change_is_told_and_the_change_is_not_lo
         pair.wrapped(torch.ones(4, 3), 0).sum().backward()
     if handle is not None:
         handle.remove()
-        with pytest.raises(dpfuse.DPFuseError, match="interrupted by an exception on rank 1 of 2 only"):
-            pair.wrapped(torch.ones(4, 3), 0)
     if rank not in changed:
         add_layer(pair.wrapped.module)
     pair.zero_grad()
     add_layer(pair.bare)
+    pair.wrapped.synchronize_weights()  # rank 0 waits in its backward until rank 1 comes to dpfuse again
     for theirs, ours in zip(pair.bare.parameters(), pair.wrapped.module.parameters(), strict=True):
-        dist.broadcast(ours.data, 0)
         theirs.data = ours.data.clone()
     for _ in range(2):
         pair.step()

@@ -210,8 +210,6 @@ def test_an_exception_on_one_rank_is_heard_of_on_all(rank, size, compiler):
             else:
                 with pytest.raises(ZeroDivisionError, match="mine"):
                     model(data(rank, step)).sum().backward()
-                with pytest.raises(DPFuseError, match="interrupted by an exception on rank 1"):
-                    model(data(rank, step))
         if not broken:
             expected.zero_grad()
             expected(data(rank, step)).sum().backward()

@@ -108,9 +108,6 @@ def test_the_parameters_are_back_when_what_runs_again_fails(rank, size):
         outputs.sum().backward()
     assert is_back(net)
     net.failing = False
-    if rank == 1:
-        with pytest.raises(DPFuseError, match="interrupted by an exception on rank 1"):
-            model(batch(rank, 2))
     model.zero_grad()
     model(batch(rank, 3)).sum().backward()
     everywhere = [torch.zeros_like(net.first.weight) for _ in range(size)]

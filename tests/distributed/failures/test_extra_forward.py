@@ -115,11 +115,10 @@ def provoked_error(rank: int, face: str, extra: Callable[[nn.Module], object]) -
 
 @pytest.mark.parametrize("face", FACES)
 def test_every_rank_raises_and_is_told_both_things_that_it_may_be(rank: int, size: int, face: str) -> None:
-    for extra in (lambda model: model(torch.ones(2, 5)).mean().item(), fails_midway):
-        told = provoked_error(rank, face, extra)
-        assert told.startswith(f"rank {rank}: rank 1 has run 0 forwards without a backward, rank 0 has run 1 forward")
-        for part in ("only for a log", "torch.no_grad()", "eval mode", "rank dropped a batch", "multiplied by 0"):
-            assert part in told
+    told = provoked_error(rank, face, lambda model: model(torch.ones(2, 5)).mean().item())
+    assert told.startswith(f"rank {rank}: rank 1 has run 0 forwards without a backward, rank 0 has run 1 forward")
+    for part in ("only for a log", "torch.no_grad()", "eval mode", "rank dropped a batch", "multiplied by 0"):
+        assert part in told
 
 
 @pytest.mark.parametrize("face", FACES)

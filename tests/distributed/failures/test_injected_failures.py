@@ -107,7 +107,7 @@ def raised(text: str, *, stage: str = "backward", named: bool = True, chained: b
 
 OWN = raised("injected", named=False, chained=True)
 TOLD = raised("the backward failed on rank 0 of 2")
-AGAIN = raised("interrupted on rank 0 of 2 only", stage="forward")
+AGAIN = raised("failed on rank 0 of 2", stage="forward")
 ENDED = raised("rank 0 raised within a collective, and rank 1 cannot go on")
 
 
@@ -116,7 +116,7 @@ ENDED = raised("rank 0 raised within a collective, and rank 1 cannot go on")
     [
         (reports([[MEAN], [MEAN]], [[MEAN], [MEAN]]), ""),
         (reports([[OWN, MEAN], [MEAN]], [[TOLD, MEAN], [MEAN]]), ""),
-        (reports([[OWN, AGAIN, MEAN], [MEAN]], [[TOLD, MEAN], [MEAN]]), ""),
+        (reports([[OWN, AGAIN, MEAN], [MEAN]], [[TOLD, MEAN], [MEAN]]), "rank 0: raises 2 times"),
         (reports([[OWN, MEAN], [MEAN]], [[MEAN], [MEAN]], collectives=0), ""),
         (reports([[OWN, ENDED, ENDED]], [[TOLD, ENDED, ENDED]], between=True), ""),
         (reports([[OWN, ENDED, ENDED]], [[TOLD, ENDED, ENDED]]), "no rank can go on"),
@@ -125,7 +125,7 @@ ENDED = raised("rank 0 raised within a collective, and rank 1 cannot go on")
         (reports([[OWN, MEAN], [MEAN]], [[OWN, MEAN], [MEAN]]), "expected a DPFuseError"),
         (reports([[OWN, MEAN], [MEAN]], [[raised("failed on rank 1"), MEAN], [MEAN]]), "does not name rank 0"),
         (reports([[OWN, MEAN], [MEAN]], [[raised(""), MEAN], [MEAN]]), "names no rank"),
-        (reports([[OWN, AGAIN, MEAN], [MEAN]], [[TOLD, TOLD, MEAN], [MEAN]]), "raises 2 times"),
+        (reports([[OWN, MEAN], [MEAN]], [[TOLD, TOLD, MEAN], [MEAN]]), "rank 1: raises 2 times"),
         (reports([[OWN, MEAN], [MEAN]], [[TOLD, MEAN], [Step(digest="b")]]), "different gradients"),
         (reports([[OWN, MEAN], [MEAN]], [[TOLD, MEAN], [TOLD, MEAN]]), "1 after, rank 1 raises"),
         (reports([[MEAN], [MEAN]], [[Step(digest="a", off=0.5)], [MEAN]]), "off by 0.5"),

@@ -252,8 +252,6 @@ def test_a_backward_that_ended_on_one_rank_is_told_to_the_others(rank, size):
         with pytest.raises(KeyError):
             model(torch.ones(2, 5)).sum().backward()
         handle.remove()
-        with pytest.raises(dpfuse.DPFuseError, match="interrupted by an exception on rank 1 of 2 only"):
-            model(torch.ones(2, 5))
     else:
         with pytest.raises(dpfuse.DPFuseError, match="the backward failed on rank 1 of 2"):
             model(torch.ones(2, 5)).sum().backward()

@@ -110,9 +110,6 @@ def test_what_one_rank_cannot_begin_fails_on_all(rank, size):
         dpfuse.DPFuseError, match="it went through no output" if rank else "the backward failed on rank 1"
     ):
         scaler.scale(loss).backward()
-    if rank:
-        with pytest.raises(dpfuse.DPFuseError, match="interrupted by an exception on rank 1"):
-            model()
     model.zero_grad()
     scaler.update(8.0)
     scaler.scale(model()).backward()

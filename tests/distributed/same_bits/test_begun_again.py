@@ -172,13 +172,13 @@ def test_a_loop_that_has_no_mean_is_named_on_both_ranks_which_can_begin_it_again
     training = Training()
 
     def on_both(training):
+        # Rank 0 hears of it in its last backward, and rank 1 lets it know at its next forward.
         if rank == 1:
             broken(training, rank)
-            training.model.zero_grad()  # its buckets, too
-        # Rank 0 hears of it in its last backward, and rank 1 lets it know at its next forward.
-        with pytest.raises(dpfuse.DPFuseError, match=r"interrupted by an exception on rank 1|failed on rank 1"):
-            training.loop()
-        training.model.zero_grad()
+        else:
+            with pytest.raises(dpfuse.DPFuseError, match=r"failed on rank 1"):
+                training.loop()
+        training.model.zero_grad()  # its buckets, too
 
     assert training.run(on_both) == expected
 
@@ -197,8 +197,9 @@ def test_the_last_micro_batch_is_not_tried_again_alone(rank, size):
             if rank == 1:
                 with pytest.raises(KeyError, match="planted"):
                     training.backward(number, blow=True)
-            with pytest.raises(dpfuse.DPFuseError, match=r"interrupted by an exception on rank 1|failed on rank 1"):
-                training.backward(number)
+            else:
+                with pytest.raises(dpfuse.DPFuseError, match=r"failed on rank 1"):
+                    training.backward(number)
             with pytest.raises(dpfuse.DPFuseError, match="were lost"):
                 training.backward(number)
             break

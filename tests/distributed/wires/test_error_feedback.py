@@ -175,8 +175,6 @@ def what_goes_wrong(rank, size):
         model(given(rank, 4)).backward()
     if rank == 1:
         handle.remove()
-        with pytest.raises(dpfuse.DPFuseError, match="interrupted by an exception on rank 1"):
-            model(given(rank, 4))
     model.zero_grad()
     with pytest.warns(UserWarning, match="error feedback begins at zero: a backward failed"):
         state = model.error_feedback.state_dict()[own]
@@ -211,8 +209,7 @@ def test_an_interrupted_rank_adds_no_error_of_what_the_others_sent(rank, size):
     if rank != 1:
         return
     handle.remove()
-    with pytest.raises(dpfuse.DPFuseError, match="interrupted by an exception on rank 1"):
-        model(given(rank, 3))
+    model(given(rank, 3))  # completes that backward
     after = model.error_feedback.state_dict()["rank1"]
     assert any(value.any() for value in after.values())
     assert all(map(same_bits, after.values(), before.values()))

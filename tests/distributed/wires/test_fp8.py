@@ -139,8 +139,6 @@ def health(rank, size):
         model(gradients).backward()
     if rank == 1:
         handle.remove()
-        with pytest.raises(dpfuse.DPFuseError, match="interrupted by an exception on rank 1 of 2 only"):
-            model(gradients)
     model.zero_grad()
     model(gradients).backward()
 

@@ -133,14 +133,16 @@ def test_a_failed_backward_raises_on_all_ranks_over_a_narrow_wire(rank, size):
     model = dpfuse.DataParallel(Mlp(), comm_buffer_size=0, last_comm_buffer_size=0, wire_dtype=torch.bfloat16)
     model(torch.ones(2, 6)).sum().backward()
     if rank == 1:
-        model.module.layers[0].weight.register_hook(_raise)
+        handle = model.module.layers[0].weight.register_hook(_raise)
         with pytest.raises(KeyError, match="planted"):
             model(torch.ones(2, 6)).sum().backward()
-        with pytest.raises(dpfuse.DPFuseError, match="interrupted by an exception on rank 1 of 2 only"):
-            model(torch.ones(2, 6))
+        handle.remove()
     else:
         with pytest.raises(dpfuse.DPFuseError, match="failed on rank 1 of 2"):
             model(torch.ones(2, 6)).sum().backward()
+    model.zero_grad()
+    model(torch.ones(2, 6)).sum().backward()
+    assert all(param.grad.isfinite().all() for param in model.parameters())
     dist.barrier()
 
 

@@ -16,8 +16,8 @@ def breaches(fault: Fault, reports: Sequence[Report]) -> list[str]:
     """What does not hold; empty if all is well.
 
     The ranks either all have the mean, or all raise in the same backward, each with an error that names the failed
-    rank; where it failed, the injected exception may surface instead. They repeat the step, in which the failed rank
-    may hear once more of what happened, and then all have the mean, as in the steps after that.
+    rank; where it failed, the injected exception may surface instead. They repeat the step, hear no more of it, and all
+    have the mean, as in the steps after that.
 
     - A rank that failed before it began a collective may raise alone, if repeating the step makes all right.
     - Only a failure between the start of a collective and the return to the reducer may end the group: then every
@@ -68,8 +68,7 @@ def _of_attempts(fault: Fault, attempts: Sequence[Sequence[Step]], point: Point 
     if not any(ended):
         found += _wrong(fault, [tries[-1] for tries in attempts])
         for rank, tries in enumerate(attempts):
-            allowed = 2 if rank == fault.rank else 1
-            if len(tries) - 1 > allowed:
+            if len(tries) > 2:
                 found.append(f"rank {rank}: raises {len(tries) - 1} times")
     elif not all(ended):
         found.append("only some ranks can go on")
