@@ -75,16 +75,13 @@ def test_unused_parameters_errors_and_changes_go_their_usual_way(rank, size, fac
     handle = None
     if rank == 1:
         handle = model.module.layers[2].weight.register_hook(_raise)
-    with pytest.raises((KeyError, dpfuse.DPFuseError), match=r"planted|failed on rank 1 of 3|interrupted"):
+    with pytest.raises((KeyError, dpfuse.DPFuseError), match=r"planted|failed on rank 1 of 3"):
         model.zero_grad()
         model(torch.ones(2, 6), True).sum().backward()
         if rank == 1:
             raise AssertionError("its own error did not surface")
     if handle is not None:
         handle.remove()
-        with pytest.raises(dpfuse.DPFuseError, match="interrupted"):
-            model(torch.ones(2, 6), True)
-    dist.barrier()
     assert_mean(model, rank, size, 6)
     # A changed model is planned again, on all ranks.
     model.module.layers[0].weight.requires_grad_(False)

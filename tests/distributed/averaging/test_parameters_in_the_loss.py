@@ -256,10 +256,6 @@ def test_a_backward_that_dies_before_it_reaches_an_output_is_named_and_training_
     with pytest.raises(KeyError if rank in failing else dpfuse.DPFuseError):
         (features * model.module.scale.exp()).square().mean().backward()
     model.zero_grad()
-    if rank in failing:
-        with pytest.raises(dpfuse.DPFuseError) if len(failing) < size else nullcontext():
-            model(batch(rank, 0))
-    model.zero_grad()
     temperature(model, model.module, batch(rank, 9), rank).backward()
     assert_gradients(model.module, means(Net(), temperature, [9], size), "after it")
 

@@ -222,9 +222,6 @@ def interrupted(rank, size, everywhere, when):
     else:
         with pytest.raises(DPFuseError):
             loss.backward()
-    if not everywhere and rank == 1:
-        with pytest.raises(DPFuseError, match="interrupted"):
-            model(torch.ones(2, 4))
     for number in range(8):
         grads = step(model, number, 4)
     assert result.done

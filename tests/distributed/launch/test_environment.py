@@ -316,7 +316,7 @@ def test_every_variable_in_the_code_is_in_the_documentation():
 
 def peer(rank):
     """What a rank raises whose peer has failed."""
-    return messages.failed(0, 2, (rank,), False, None, ())
+    return messages.failed(0, 2, (rank,), False, None, (), out_of_memory=False)
 
 
 # (rank, exit code, seen at, error) of each failure in one look of the launcher
