@@ -214,10 +214,6 @@ def test_a_warning_that_is_made_an_error_leaves_no_rank_waiting(rank, size):
         else:
             model().backward()
     model.zero_grad()
-    # An exception that follows the mean keeps rank 1 from using it, and all ranks hear of that once.
-    with pytest.raises(dpfuse.DPFuseError, match="rank 1 has not used the mean of the last averaged backward"):
-        model().backward()
-    model.zero_grad()
     model().backward()
     assert model.first.grad.eq(1).all()
 

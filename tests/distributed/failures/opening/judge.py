@@ -127,7 +127,8 @@ def _possible(fault: Fault, told: Sequence[Told], failed: Collection[int]) -> li
     """Return the endings that the rule allows."""
     if not failed:
         return [NONE]
-    recovers = [RECOVERED] if _may_recover(fault) else []
+    dropped = any(each.passed.dropped for each in told)
+    recovers = [RECOVERED] if _may_recover(fault) or dropped else []
     if fault.is_before_the_backward:
         # It is open whether peers learn of a backward that was not to be averaged.
         averages = fault.part != "local" or fault.kind in ("forward", "around")

@@ -42,10 +42,12 @@ class Passed:
     Attributes:
         lines: all of them where they are counted; else the one that has raised.
         raised: whether something has raised.
+        dropped: whether Python has dropped that, as it does in a finalizer.
     """
 
     lines: list[Line] = field(default_factory=list)
     raised: bool = False
+    dropped: bool = False
 
 
 class Lines:
@@ -70,11 +72,16 @@ class Lines:
     @contextmanager
     def traced(self) -> Iterator[None]:
         """Count the lines of what is called within."""
+        before, sys.unraisablehook = sys.unraisablehook, self._dropped
         sys.settrace(self._called)
         try:
             yield
         finally:
             sys.settrace(None)
+            sys.unraisablehook = before
+
+    def _dropped(self, what: object) -> None:
+        self._passed.dropped = True
 
     def _called(self, frame: FrameType, event: str, arg: Any) -> Any:
         file = frame.f_code.co_filename
