@@ -636,8 +636,8 @@ class Reducer:
         return run.reading.all_well and (now or not told)
 
     def _forget_told(self, reading: Reading) -> None:
-        """Forget the means that this rank has lost, if every rank hears of them: nothing else is said then."""
-        told = reading.differing == (LOST,) and not (reading.any_failed or reading.any_changed)
+        """Forget the means that this rank has lost, if every rank hears of them: of several things, one is said."""
+        told = reading.differing[:1] == (LOST,) and not (reading.any_failed or reading.any_changed)
         if told or (LOST not in reading.differing and not self._all_read_now):
             self._wiring.lost.forget()
 

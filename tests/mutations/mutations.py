@@ -107,8 +107,8 @@ ENGINE = (
     Mutation(
         "a backward that died is reported as one without a failure",
         "dpfuse/engine/reducer.py",
-        "run.outcome.failed = True",
-        "run.outcome.failed = False",
+        "run.outcome.failed, run.outcome.changed = True,",
+        "run.outcome.failed, run.outcome.changed = False,",
         (FAILURES + "test_interruptions.py", "tests/unit/test_reducer.py"),
     ),
     Mutation(
