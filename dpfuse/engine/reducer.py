@@ -558,6 +558,7 @@ class Reducer:
         if opened and self.phase is IDLE:
             self._died_at_its_end()
             return
+        self._completed_before = self.completed  # it has averaged nothing
         if self.phase is LOCAL or (self.phase is IDLE and not self._wiring.window.is_to_synchronise):
             self._enter(IDLE)
             self.accumulation.die()  # last, since a filter may turn its warning into an error

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dpfuse.comm import votes
+from dpfuse.comm.failed import mark
 from dpfuse.comm.memory_errors import error_of
 from dpfuse.comm.waiting import Track, board_of, leave
 from dpfuse.engine.assembly import Assembly
@@ -346,6 +347,7 @@ class GradSync:
     def leave(self, error: BaseException) -> None:
         """Take part in no further collective of the group, since it is unknown in which one the peers are."""
         self._left = error
+        mark(error)  # nothing is tried again after it
         leave(board_of(self.group), error)
 
     def _answer(self, question: Question) -> None:

@@ -45,6 +45,7 @@ def mean_of(program: str, weights: Bits, batches: tuple[tuple[int, str], ...]) -
     return bits_of([None if total is None else total / made.terms(size) for total in sums])
 
 
+@lru_cache(maxsize=4096)
 def differs(got: Bits, expected: Bits, *, of_weights: bool) -> bool:
     """Whether gradients are not the expected ones; `of_weights` says that they were told from two weights."""
     tolerance = OF_WEIGHTS if of_weights else TOLERANCE
