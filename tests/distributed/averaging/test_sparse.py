@@ -167,7 +167,14 @@ def test_a_failure_is_told_where_only_sparse_buckets_are(rank, size):
         model(words).sum().backward()
         assert model.table.weight.grad.to_dense()[:, 0].tolist() == [0.5, 0.5, 0, 1]
         model.zero_grad()
-    # A gradient that is no set of rows is refused on the rank that has it, and its peer hears of it.
+
+
+def test_a_gradient_that_is_no_set_of_rows_is_refused_and_its_peer_hears_of_it(rank, size):
+    model = dpfuse.DataParallel(OnlyATable())
+    words = torch.tensor([rank, 3])
+    for _ in range(2):
+        model(words).sum().backward()
+        model.zero_grad()
     if rank == 1:
         elements = torch.sparse_coo_tensor([[0], [1]], [1.0], (4, 2), check_invariants=True)
         model.table.weight.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", elements))

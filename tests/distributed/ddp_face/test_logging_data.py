@@ -81,8 +81,7 @@ def test_a_backward_that_failed_is_logged(rank, size):
         model.module.weight.register_hook(raise_deliberately)
         with pytest.raises(ValueError, match="deliberate"):
             loss.backward()
-        with pytest.raises(DPFuseError):
-            model(torch.ones(1, 2))  # tells the other rank
+        model(torch.ones(1, 2))  # tells the other rank
         return
     with pytest.raises(DPFuseError) as raised:
         loss.backward()

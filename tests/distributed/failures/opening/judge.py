@@ -135,7 +135,8 @@ def _possible(fault: Fault, told: Sequence[Told], failed: Collection[int]) -> li
         return [*recovers, SILENT] if averages else [*recovers, SILENT, ONE_EACH]
     found = [*recovers, ONE_EACH, ALL]
     exchanging = any(line.exchanging for rank in failed for line in told[rank].passed.lines)
-    if exchanging:
+    # An optimizer that divides the weights waits in its step for the rank that has lost the mean.
+    if exchanging or PROGRAMS[fault.program].sharded:
         found.append(GROUP_ENDED)
     if fault.policy == SKIP_OOM and (fault.error != OUT_OF_MEMORY or exchanging):
         found.append(PROGRAM_ENDED)
