@@ -1,4 +1,4 @@
-"""Means that this rank has averaged with the others and then not used: its weights are behind. Knows no bucket."""
+"""Means that this rank has averaged with the others and then not used, so that its weights differ. Knows no bucket."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class LostSteps:
 
     Attributes:
         steps: those backwards, by number, from 1, until every rank has heard of them.
-        begun: the optimizer whose step has begun and not ended; an exception may have ended it. That of another one
-            that has begun since is no sign of the contrary.
+        begun: the optimizer whose step has begun and not returned, so that an exception may have ended it. Steps of
+            other optimizers do not change it.
     """
 
     def __init__(self, concerns: Callable[[Optimizer], bool]) -> None:
@@ -79,8 +79,8 @@ class LostSteps:
             LOST,
             self.steps.__len__,  # no call of Python in each backward
             _words,
-            "An exception came after the mean, so the weights of that rank are behind: call synchronize_weights() on "
-            "every rank, or load the last checkpoint.",
+            "An exception came after the mean, so the weights of that rank differ from those of the others. Call "
+            "synchronize_weights() on every rank, or load the last checkpoint.",
             bits=0,  # the hash of all numbers tells of it
         )
 

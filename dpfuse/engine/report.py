@@ -82,7 +82,7 @@ class Reading:
     """What a report says, summed over the ranks.
 
     Attributes:
-        any_failed, any_well: whether a rank failed, and whether a rank did not.
+        any_failed: whether a rank failed.
         any_changed, any_unchanged: whether a rank has another model than the buckets are for, or the same.
         out_of_memory: whether a rank failed because its memory ran out.
         asked: the questions that a rank asks.
@@ -94,7 +94,6 @@ class Reading:
     """
 
     any_failed: bool = False
-    any_well: bool = True
     any_changed: bool = False
     any_unchanged: bool = True
     out_of_memory: bool = False
@@ -421,7 +420,7 @@ class Report:
         told = {place: pairs[start // 2 :][: place.width] for place, start in self._starts.items() if place.compared}
         single = all(one != other for one, other in numbers)
         return Reading(
-            *pairs[0],
+            pairs[0][0],
             *pairs[1],
             pairs[2][0],
             tuple(name for name in differ if name is not UNTOLD) or tuple(differ),

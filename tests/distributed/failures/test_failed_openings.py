@@ -57,7 +57,7 @@ def assert_all_end_well(survey: Survey, faults: Iterable[Fault]) -> list[str]:
 
 
 def some(faults: Iterable[Fault], count: int, begin: int = 0) -> Sequence[Fault]:
-    """Return so many of them, at equal distances, and none that may end the group, which takes seconds."""
+    """Return `count` of these failures, at equal distances, without those that may end the group and take seconds."""
     found = [fault for fault in faults if fault.line is None or not fault.line.exchanging]
     return found[begin % max(1, len(found) // count) :: max(1, len(found) // count)][:count]
 

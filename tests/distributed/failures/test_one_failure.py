@@ -448,6 +448,14 @@ def test_a_sharded_optimizer_tells_of_its_own_steps(rank, size):
 # --- A loss that raises ---
 
 
+def fail_above_the_outputs(loss, rank):
+    """The backward of rank 1 raises in a hook on its loss, and rank 0 hears of it."""
+    if rank == 1:
+        loss.register_hook(raising(KeyError("planted")))
+    with pytest.raises(KeyError, match="planted") if rank == 1 else pytest.raises(DPFuseError, match=FAILED):
+        loss.backward()
+
+
 @pytest.mark.parametrize("face", FACES)
 @pytest.mark.parametrize("before", [0, 2])
 def test_a_loss_that_raises_above_the_outputs_is_told_to_the_peers(rank, size, face, before):
@@ -456,10 +464,7 @@ def test_a_loss_that_raises_above_the_outputs_is_told_to_the_peers(rank, size, f
     for number in (5, 6):
         model.zero_grad()
         loss = loss_of(model, rank, number) * 2
-        if rank == 1:
-            loss.register_hook(raising(KeyError("planted")))
-        with pytest.raises(KeyError, match="planted") if rank == 1 else pytest.raises(DPFuseError, match=FAILED):
-            loss.backward()
+        fail_above_the_outputs(loss, rank)
         right_steps(model, rank, size)
 
 
@@ -471,10 +476,7 @@ def test_so_is_the_second_backward_of_one_forward(rank, size):
         loss = loss_of(model, rank, number) * 2
         loss.backward(retain_graph=True)
         model.zero_grad()
-        if rank == 1:
-            loss.register_hook(raising(KeyError("planted")))
-        with pytest.raises(KeyError, match="planted") if rank == 1 else pytest.raises(DPFuseError, match=FAILED):
-            loss.backward()
+        fail_above_the_outputs(loss, rank)
         right_steps(model, rank, size)
 
 

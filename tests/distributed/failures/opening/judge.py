@@ -25,7 +25,7 @@ class Ending:
     Attributes:
         failed, peers: the attempts of a rank that has failed, and of any other one.
         end: how the program of every rank has ended.
-        skips: whether an error that tells of memory is one that tells of the failure, which every program may skip.
+        skips: whether the peers hear that memory ran out, so that every program may skip the batch.
     """
 
     failed: str
@@ -115,7 +115,7 @@ def _sign(attempt: Attempt, rank: int, failed: Collection[int]) -> str:
 
 
 def _names(text: str, rank: int, failed: Collection[int]) -> bool:
-    """Whether an error on `rank` names one that has failed."""
+    """Whether the text of an error that `rank` raised names a rank that has failed."""
     lists = re.findall(r"ranks? (\d+(?:(?:, | and )\d+)*)", text)
     found = {int(each) for one in lists for each in re.findall(r"\d+", one)}
     if rank not in failed:

@@ -40,7 +40,7 @@ class Passed:
     """What was passed, up to the failure.
 
     Attributes:
-        lines: all of them where they are counted; else the one that has raised.
+        lines: all lines that were counted; where one was to raise, only that line.
         raised: whether something has raised.
         dropped: whether Python has dropped that, as it does in a finalizer.
     """
