@@ -554,12 +554,13 @@ class Reducer:
             opened: whether `open` had returned. If so, and no backward is open, it has averaged, or all ranks have
                 heard of its error.
         """
-        self.missed = False
+        missed, self.missed = self.missed, False
         if opened and self.phase is IDLE:
             self._died_at_its_end()
             return
         self._completed_before = self.completed  # it has averaged nothing
-        if self.phase is LOCAL or (self.phase is IDLE and not self._wiring.window.is_to_synchronise):
+        synchronises = missed or self._wiring.window.is_to_synchronise  # the window may have begun again since
+        if self.phase is LOCAL or (self.phase is IDLE and not synchronises):
             self._enter(IDLE)
             self.accumulation.die()  # last, since a filter may turn its warning into an error
         else:

@@ -71,6 +71,13 @@ def test_one_failure_is_one_error(surveys, program, step, policy):
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
+def test_the_program_fails_in_its_backward(surveys, program):
+    places = enumerate(("loss", "hook", "post"))
+    faults = [Fault(program, rank=number % 2, step=2, kind=kind) for number, kind in places]
+    assert {*assert_all_end_well(surveys[2], faults)} == {"one error each"}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
 def test_a_failed_forward_is_silent(surveys, program):
     faults = surveys[2].faults(program, 2, DUMMY)
     assert {*assert_all_end_well(surveys[2], islice(faults, 2))} == {"silent"}

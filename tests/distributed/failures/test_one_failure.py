@@ -25,7 +25,7 @@ SMALL = {"comm_buffer_size": 0, "last_comm_buffer_size": 0}
 FAILED = r"the backward failed on rank 1 of 2, so rank 0 has no averaged gradients"
 LOST = (
     r"rank {}: rank 1 has not used the mean of the last averaged backward, rank 0 has used every mean; expected the "
-    r"same on every rank. An exception came after the mean.*call synchronize_weights\(\) on every rank"
+    r"same on every rank. An exception came after the mean.*Call synchronize_weights\(\) on every rank"
 )
 
 
