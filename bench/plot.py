@@ -72,6 +72,7 @@ SHARDED_COLOURS = {
     "dpfuse sharded": "tab:green",
     "dpfuse sharded, gathered in forward": "yellowgreen",
     "dpfuse sharded, stepped in backward": "tab:olive",
+    "dpfuse sharded, weights in use elsewhere": "tab:cyan",
 }
 PACK_COLOURS = {
     "dpfuse": "tab:green",

@@ -42,6 +42,7 @@ REFERENCE = "DDP default"
 SHARDED = "dpfuse sharded"
 FORWARD = "dpfuse sharded, gathered in forward"
 IN_BACKWARD = "dpfuse sharded, stepped in backward"
+KEPT = "dpfuse sharded, weights in use elsewhere"
 ZERO = "DDP with ZeroRedundancyOptimizer"
 VIEWS = "DDP views"
 STEPS = 3  # before the weights are compared
@@ -126,6 +127,13 @@ def _sharded(update: Update, workload: Workload, **options: Any) -> Trained:
     return trained._replace(settle=trained.weights, bucket_bytes=partial(_bucket_bytes, wrapped))
 
 
+def _sharded_kept(update: Update, workload: Workload, **options: Any) -> Trained:
+    """As `_sharded`, where the program keeps a view of each parameter, so that none may be moved."""
+    kept = [param.data for param in workload.module.parameters()]
+    trained = _sharded(update, workload, **options)
+    return trained._replace(weights=lambda: kept)
+
+
 def _fsdp2(update: Update, workload: Workload) -> Trained:
     module = workload.module
     for child in module.children():
@@ -178,6 +186,7 @@ def _sharded_contenders(update: Update, **options: Any) -> dict[str, Train]:
         SHARDED: sharded,
         FORWARD: partial(sharded, gather="forward"),
         IN_BACKWARD: partial(sharded, step_in_backward=True),
+        KEPT: partial(_sharded_kept, update, **options),
     }
 
 

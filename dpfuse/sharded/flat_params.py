@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from operator import attrgetter
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.dlpack import from_dlpack
 
 from dpfuse.comm import collective
 from dpfuse.comm.waiting import board_of, finish
 from dpfuse.errors import DPFuseError
 from dpfuse.sharded.delivery import ShardedDelivery
 from dpfuse.sharded.gradient import ShardedGradient
+from dpfuse.sharded.held_memory import is_held, move_into
 from dpfuse.sharded.masters import Masters
 
 __all__ = ["FlatParams", "Kind", "kind_of", "refuse_shared", "take", "words_of"]
@@ -26,6 +26,8 @@ _kind_facts = attrgetter("shape", "dtype", "device")
 
 class FlatParams:
     """The parameters of one region. Each is a view of one flat tensor, in which it lies as its gradient in the region.
+
+    A parameter whose memory others use stays where it is. It is copied to its place before a step, and back after it.
 
     Args:
         delivery: of the bucket's gradients.
@@ -42,6 +44,7 @@ class FlatParams:
         slots: where each parameter lies in the flat tensor.
         kinds: shape, dtype and device of each parameter there.
         begin, end: of this rank's part of the flat tensor, in elements.
+        apart: the parameters that stay where they are, by place, each with its place in the flat tensor.
         masters: float32 copies of this rank's part, if there are any.
     """
 
@@ -58,9 +61,10 @@ class FlatParams:
         self.slots = [replace(slot, offset=slot.offset - region.begin) for slot in slots]
         self.flat = torch.zeros(region.end - region.begin, dtype=buffer.dtype, device=buffer.flat.device)
         self.kinds = [(torch.Size(slot.shape), self.flat.dtype, self.flat.device) for slot in self.slots]
-        self._addresses, self._strides = [-1] * len(self.params), [slot.stride for slot in self.slots]
+        self.apart: dict[int, tuple[Tensor, Tensor]] = {}
+        self._addresses: list[int] = [-1] * len(self.params)
+        self._strides: list[tuple[int, ...]] = [()] * len(self.params)
         take([self])
-        self._addresses, self._strides = self._places_now()
         self.masters = Masters(self.flat[self.begin : self.end]) if masters and self.flat.element_size() == 2 else None
 
     @property
@@ -110,21 +114,52 @@ class FlatParams:
     def _places_now(self) -> tuple[list[int], list[tuple[int, ...]]]:
         return list(map(Tensor.data_ptr, self.params)), list(map(Tensor.stride, self.params))
 
-    def put(self, place: int, value: Tensor) -> None:
-        """Let a parameter lie in the flat tensor, with this value."""
-        slot = self.slots[place]
+    def put(self, place: int, value: Tensor, *, stays: bool) -> None:
+        """Give a parameter its place in the flat tensor, with this value; `stays` keeps its memory where it is."""
+        param, slot = self.params[place], self.slots[place]
         view = self.flat.as_strided(slot.shape, slot.stride, slot.offset).copy_(value)
-        # With a storage of its own over this memory: programs that save a model take tensors with one storage for
-        # copies of each other.
-        self.params[place].data = from_dlpack(view)
+        self.apart.pop(place, None)
+        if stays:
+            self.apart[place] = param, view
+        else:
+            move_into(param, view)
+        self._addresses[place], self._strides[place] = param.data_ptr(), param.stride()
+
+    def read(self) -> None:
+        """Copy what this rank updates of the parameters that stay where they are to the flat tensor."""
+        own = [
+            pair
+            for place, pair in self.apart.items()
+            if self.slots[place].offset < self.end and self.slots[place].offset + self.slots[place].numel > self.begin
+        ]
+        if own:
+            torch._foreach_copy_([view for _, view in own], [param for param, _ in own])
+
+    @torch.no_grad()
+    def write(self) -> None:
+        """Copy the updated values of all ranks back to the parameters that stay where they are."""
+        if self.apart:
+            params, views = zip(*self.apart.values(), strict=True)
+            torch._foreach_copy_(params, views)
+
+    def add(self, number: Tensor) -> None:
+        """Add a number, [], to all parameters."""
+        for each in (self.flat, *(param.detach() for param, _ in self.apart.values())):
+            each.add_(number.to(each))
 
     def holds(self, address: int) -> bool:
         """Whether this address lies in the flat tensor."""
         return 0 <= address - self.flat.data_ptr() < self.flat.nbytes
 
-    def start_gather(self) -> dist.Work:
-        """Start to send this rank's part to all, and to receive theirs."""
-        return self._gather(self.flat)
+    def start_gather(self) -> Callable[[], None]:
+        """Start to send this rank's part to all, and to receive theirs; return what waits until they are there."""
+        work = self._gather(self.flat)
+
+        def arrive() -> None:
+            finish(work, board_of(self._group), self.flat.device.type)
+            self.write()
+
+        return arrive
 
     def gathered(self, part: Tensor) -> Tensor:
         """Return a flat tensor of the parts of all ranks; to be called on all ranks.
@@ -168,7 +203,7 @@ class FlatParams:
 
 @torch.no_grad()
 def take(regions: Sequence[FlatParams]) -> None:
-    """Move parameters that do not lie in their flat tensors there, with their values.
+    """Move parameters that do not lie in their flat tensors there, with their values; copy those that stay elsewhere.
 
     Raises:
         DPFuseError: a parameter is of another kind than in the last backward, or shares memory with another one.
@@ -181,16 +216,28 @@ def take(regions: Sequence[FlatParams]) -> None:
                 "the next forward, on all ranks."
             )
     moved = [(region, place) for region in regions for place in region.displaced()]
-    if not moved:
-        return
+    if moved:
+        _move(regions, moved)
+    for region in regions:
+        region.read()
+
+
+def _move(regions: Sequence[FlatParams], moved: Sequence[tuple[FlatParams, int]]) -> None:
     refuse_shared((name, param) for region in regions for name, param in zip(region.names, region.params, strict=True))
+    stay = [is_held(region.params[place]) for region, place in moved]
     values: list[Tensor] = []
-    for region, place in moved:  # two may have changed places: all are read before one is written
+    for (region, place), stays in zip(moved, stay, strict=True):
         value = region.params[place].detach()
         inside = any(each.holds(value.data_ptr()) for each in regions)
-        values.append(value.clone() if inside else value)
-    for (region, place), value in zip(moved, values, strict=True):
-        region.put(place, value)
+        if inside and stays:
+            raise DPFuseError(
+                f"parameter {region.names[place]!r} got the memory of another parameter, which a view that the program "
+                "keeps uses, too; expected memory of its own. A ShardedOptimizer needs that memory for the other one: "
+                "assign a clone(), or drop the view."
+            )
+        values.append(value.clone() if inside else value)  # two may have changed places: all are read before
+    for (region, place), value, stays in zip(moved, values, stay, strict=True):
+        region.put(place, value, stays=stays)
 
 
 def refuse_shared(named: Iterable[tuple[str, Tensor]]) -> None:
@@ -200,8 +247,8 @@ def refuse_shared(named: Iterable[tuple[str, Tensor]]) -> None:
         if begin < end:
             raise DPFuseError(
                 f"parameters {before!r} and {name!r} share memory, expected memory of its own for each: a "
-                "ShardedOptimizer moves each into the flat tensor of its bucket, and they would differ from then on. "
-                "Use one nn.Parameter in both places, or assign a clone()."
+                "ShardedOptimizer updates each by itself, and one update would be lost. Use one nn.Parameter in both "
+                "places, or assign a clone()."
             )
         end, before = begin + nbytes, name
 

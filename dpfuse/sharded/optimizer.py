@@ -29,7 +29,8 @@ class ShardedOptimizer(Optimizer):
 
     Each backward that synchronises gives each rank the averaged gradients of its part. `step()` updates that part, and
     sends it to all ranks. So as many bytes travel as without it, and each rank has 1/N of the optimizer's states. The
-    parameters are moved into one flat tensor for each bucket, of which each rank updates its part.
+    parameters are moved into one flat tensor for each bucket, of which each rank updates its part. A parameter stays
+    where it is if others use its memory: views that the program keeps, other processes, an array that has lent it.
 
     What `.grad` is between backward and `zero_grad()` has no memory, and reading it raises an error: use
     `model.grad_norm()`, `model.clip_grad_norm_()` and `full_gradient()`. torch's and dpfuse's `GradScaler`, learning

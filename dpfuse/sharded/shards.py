@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from dpfuse.comm.waiting import READ, STEP, board_of, finish
+from dpfuse.comm.waiting import READ, STEP
 from dpfuse.engine.bucket_set import names_of
 from dpfuse.engine.comm_buffer import CommBuffer
 from dpfuse.engine.number_hash import number_hash
@@ -153,8 +152,7 @@ class Shards:
     def spoil(self, wrong: Tensor) -> None:
         """As that of `Updates`."""
         for shard in self._shards:
-            flat = shard.flat_params.flat
-            flat.add_(torch.where(wrong, math.nan, 0.0).to(flat))
+            shard.flat_params.add(torch.where(wrong, math.nan, 0.0))
 
     def _update(self, shard: Shard, touched: Sequence[bool], *, late: bool) -> None:
         if self._failure is None:
@@ -179,14 +177,14 @@ class Shards:
 
     def _gather(self, shard: Shard, *, late: bool) -> None:
         params = shard.flat_params
-        wait = partial(finish, params.start_gather(), board_of(self._group), params.flat.device.type)
-        self._pending.append(Pending(params.params if late else (), wait))
+        self._pending.append(Pending(params.params if late else (), params.start_gather()))
 
     def _end_step(self) -> None:
         failure = self._failure
         now = self._sharding.deliveries()
         buckets_changed = {*map(id, now)} != {id(shard.flat_params.delivery) for shard in self._shards}
-        if failure is not None or buckets_changed or not self._late or self._sync.is_compiled:
+        stay = any(shard.flat_params.apart for shard in self._shards)  # what uses their memory cannot wait
+        if failure is not None or buckets_changed or stay or not self._late or self._sync.is_compiled:
             with self._sharding.telling(STEP):
                 self.finish()
         if failure is not None:
@@ -291,6 +289,8 @@ class Shards:
             param: (state, {key for key in state if key not in numbers and _is_like(state[key], param)}, kind_of(param))
             for param, state in states.items()
         }
+        for shard in self._shards:
+            shard.flat_params.read()
         self._keep_aside(self._shards)
 
     def _keep_aside(self, shards: Sequence[Shard]) -> None:
