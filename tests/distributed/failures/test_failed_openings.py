@@ -297,7 +297,7 @@ def test_two_failures_of_three_ranks_are_one_error_of_the_third():
 
 def test_the_command_counts_and_writes_a_record(tmp_path, capsys):
     record = tmp_path / "record.txt"
-    arguments = ["views", "--ranks", "2", "--policy", "DUMMY", "--step", "1", "--record", str(record)]
+    arguments = ["views", "--ranks", "2", "--policy", "DUMMY", "--step", "1", "--stop", "0", "--record", str(record)]
     assert command.main(arguments) == 0
     text = record.read_text()
     assert text.startswith("python -m tests.distributed.failures.opening views")

@@ -88,7 +88,7 @@ def _verdicts(survey: Survey, program: str, step: int, policy: str, options: arg
         verdict = survey.run(fault if options.error is None else replace(fault, error=options.error))
         yield verdict
         bad += verdict.judgement.ending == BAD
-        if bad == options.stop:
+        if options.stop and bad == options.stop:
             return
 
 
