@@ -167,6 +167,7 @@ OVER = (
     told(planted(1), failed(2), failed(3), end=STUCK, raised=True, exchanging=True),
     told(failed(1), failed(2), failed(3), end=STUCK),
 )
+VOTING = replace(OVER[0], passed=Passed([Line("engine/sync.py:1 _rebuild", False, True)], True)), OVER[1]
 FORWARD = replace(FAULT, kind="forward", policy=REPEAT)
 LOCAL = replace(FAULT, part="local", policy=REPEAT)
 
@@ -184,6 +185,7 @@ LOCAL = replace(FAULT, part="local", policy=REPEAT)
         (FAULT, SKIPPED, "one error each"),
         (FAULT, RAISED, "all raised"),
         (FAULT, OVER, "group ended"),
+        (FAULT, VOTING, "group ended"),
         (FORWARD, [skipping(good(1, planted=True), raised=True), skipping(begin=1)], "silent"),
         (LOCAL, [skipping(planted(1), begin=1, raised=True), skipping(begin=1)], "silent"),
         (

@@ -54,7 +54,7 @@ ENDINGS = {
     ONE_EACH: Ending(r"x\.+", r"e\.+", skips=True),
     # After the report has left: the peers have stepped, so that the weights differ, and every rank is told.
     ALL: Ending(r"xe", r"\.e", APART),
-    # In the start of a collective, of which it is unknown how far it came.
+    # In the start of a collective, of which it is unknown how far it came; or between those of a vote.
     GROUP_ENDED: Ending(r"xe+", r"\.?e+", STUCK),
     # The exception has ended the program of the failed rank, and its peers raise since it is gone.
     PROGRAM_ENDED: Ending(r"xe*", r"\.?e+", ENDED),
@@ -134,7 +134,8 @@ def _possible(fault: Fault, told: Sequence[Told], failed: Collection[int]) -> li
         averages = fault.part != "local" or fault.kind in ("forward", "around")
         return [*recovers, SILENT] if averages else [*recovers, SILENT, ONE_EACH]
     found = [*recovers, ONE_EACH, ALL]
-    exchanging = any(line.exchanging for rank in failed for line in told[rank].passed.lines)
+    lines = [line for rank in failed for line in told[rank].passed.lines]
+    exchanging = any(line.exchanging or line.voting for line in lines)
     # An optimizer that divides the weights waits in its step for the rank that has lost the mean.
     if exchanging or PROGRAMS[fault.program].sharded:
         found.append(GROUP_ENDED)

@@ -21,6 +21,8 @@ FOLDERS = f"{LIBRARY}/", f"{Path(dpfuse_kernels.__file__).parent}/"
 EXCHANGES = {f"{LIBRARY}/comm/{name}.py" for name in ("collective", "waiting", "work")}
 VOTES = f"{LIBRARY}/comm/votes.py"
 BUCKET = f"{LIBRARY}/engine/bucket.py"
+# The functions that run the vote on the buckets: between its collectives, they do nothing that fails.
+VOTING = {(f"{LIBRARY}/engine/sync.py", name) for name in ("_rebuild", "_agree_on_buckets")}
 
 
 class Line(NamedTuple):
@@ -29,10 +31,12 @@ class Line(NamedTuple):
     Attributes:
         place: its file, number and function.
         exchanging: whether it belongs to an exchange, of which it is unknown how far it came.
+        voting: whether it lies between the exchanges of one vote, where nothing fails but by an interrupt.
     """
 
     place: str
     exchanging: bool
+    voting: bool = False
 
 
 @dataclass
@@ -104,7 +108,9 @@ class Lines:
 
 def _line_of(frame: FrameType) -> Line:
     file = "/".join(Path(frame.f_code.co_filename).parts[-2:])
-    return Line(f"{file}:{frame.f_lineno} {frame.f_code.co_name}", _exchanges(frame))
+    code = frame.f_code
+    voting = code.co_filename == VOTES or (code.co_filename, code.co_name) in VOTING
+    return Line(f"{file}:{frame.f_lineno} {code.co_name}", _exchanges(frame), voting)
 
 
 def _exchanges(frame: FrameType | None) -> bool:
