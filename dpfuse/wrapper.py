@@ -24,6 +24,7 @@ from dpfuse.comm.waiting import board_of, leave, wait_for_first_rank
 from dpfuse.engine.events import Watcher
 from dpfuse.engine.plan import MB, BucketPlan
 from dpfuse.engine.reducer import Reducer
+from dpfuse.engine.sync_decision import NEVER
 from dpfuse.engine.torch_private import inside_compiled, leave_untraced, set_tracer, uncompiled
 from dpfuse.engine.user_line import warn_at_user
 from dpfuse.errors import DPFuseError
@@ -219,27 +220,25 @@ class SyncedModule(nn.Module):
             return call(*inputs, **kwargs)
         # Dynamo, where it is on, compiles the module, not what happens around it.
         tracer = set_tracer(None)
+        sync.window.began = NEVER  # what fails from here on is not the forward before
         try:
             if tracer is not None:
                 sync.finish_parameters()
             takes_part = sync.before_forward((inputs, kwargs))
-            try:
-                set_tracer(tracer)
-                outputs = call(*inputs, **kwargs)
-                set_tracer(None)
-                sync.after_forward(outputs, takes_part=takes_part)
-                if takes_part:
-                    self._forward_ended()
-                return outputs
-            except BaseException:
-                if takes_part:
-                    sync.forward_failed()
-                raise
-        except Exception as error:
-            sync.grads.track.failed(error, sync.grads.completed)
-            raise
-        finally:
             set_tracer(tracer)
+            outputs = call(*inputs, **kwargs)
+            set_tracer(None)
+            sync.after_forward(outputs, takes_part=takes_part)
+            if takes_part:
+                self._forward_ended()
+            set_tracer(tracer)
+            return outputs
+        except BaseException as error:
+            set_tracer(tracer)
+            sync.forward_failed()
+            if isinstance(error, Exception):
+                sync.grads.track.failed(error, sync.grads.completed)
+            raise
 
     leave_untraced(forward)
 

@@ -25,6 +25,7 @@ from dpfuse.ddp.placement import (
 )
 from dpfuse.ddp.torch_buckets import BucketSizes, rule_of
 from dpfuse.ddp.torch_hooks import TorchHooks
+from dpfuse.engine.sync_decision import NEVER
 from dpfuse.engine.torch_private import leave_untraced, on_device
 from dpfuse.engine.user_line import warn_at_user
 from dpfuse.errors import DPFuseError
@@ -226,10 +227,15 @@ class DistributedDataParallel(TorchHooks, Joinable):
         # Dynamo asks torch's class which wrapper is running, to split the graph at bucket borders.
         before = TORCH_CLASS._active_ddp_module
         TORCH_CLASS._active_ddp_module = self  # type: ignore[assignment]
+        sync.window.began = NEVER
         try:
-            return SyncedModule.forward(self, *inputs, **kwargs)
-        finally:
+            outputs = SyncedModule.forward(self, *inputs, **kwargs)
             TORCH_CLASS._active_ddp_module = before
+            return outputs
+        except BaseException:
+            TORCH_CLASS._active_ddp_module = before
+            sync.forward_failed()
+            raise
 
     leave_untraced(forward)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dpfuse.engine.report_layout import Field
 
-__all__ = ["Window"]
+__all__ = ["NEVER", "Window"]
 
 NEVER = 0  # the number of no window
 
@@ -77,8 +77,7 @@ class Window:
 
     def forward_begins(self, *, counts: bool) -> None:
         """Note that a forward with gradients begins. In eval mode it does not count: one rank may run it alone."""
-        self.began = self._number if counts else NEVER
-        self._forwards += counts
+        self.began, self._forwards = self._number if counts else NEVER, self._forwards + counts
 
     def forward_ends(self, *, watched: bool, trains: bool) -> None:
         """Note that the forward succeeded, in training mode or not.
@@ -134,7 +133,7 @@ class Window:
         """Count the forward no longer that began last, since it has raised."""
         if self.began == self._number:
             self._forwards -= 1
-        self.excused = True
+        self.began, self.excused = NEVER, True
 
     def forget_forwards(self) -> None:
         """Count no forward so far: its backward will not count."""

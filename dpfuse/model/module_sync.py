@@ -277,8 +277,8 @@ class ModuleSync:
                 return False
         # During a backward it is a checkpoint that recomputes, and stops where it has what it needs.
         counts = idle and self._module.training
-        window.forward_begins(counts=counts)
         try:
+            window.forward_begins(counts=counts)
             if self.before_collectives is not None:
                 self.before_collectives()
             for begins in self.grads.events.forward_begins if idle else ():
@@ -317,7 +317,7 @@ class ModuleSync:
         return self.stop.reason()
 
     def forward_failed(self) -> None:
-        """To be called instead of `after_forward` where the forward itself has raised.
+        """To be called where the forward has raised, or what is done around it; it can be called again.
 
         A program may now train its batch in halves, or another one in its place, which is nothing that the other ranks
         must know. If it skips the batch, it has fewer batches than they have, and the heartbeat names this forward.
