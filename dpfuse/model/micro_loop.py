@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -31,6 +32,8 @@ THREADS = "DPFUSE_THREADS"  # the variable that asks for more than one thread
 COMPARED = 2  # steps, the first of each mode, in which buffers are compared by value, and
 COMPARED_EVERY = 64  # one in so many after them
 
+_requires_grad = attrgetter("requires_grad")
+
 
 @dataclass(frozen=True)
 class _Written:
@@ -53,6 +56,8 @@ class _Written:
 class _Loop:
     """One loop over the micro-batches of a step."""
 
+    params: Sequence[nn.Parameter] = ()  # of the module, when it began
+    trains: Sequence[bool] = ()  # whether each of them required gradients then
     is_done: bool = False  # whether its gradients are averaged, or were thrown away
 
 
@@ -157,7 +162,8 @@ class MicroLoop(Feature):
                 )
         if step is not None:
             self.steps = integer("step", step, 0)
-        self._loop = loop = _Loop()
+        params = list(self._module.parameters())
+        self._loop = loop = _Loop(params, list(map(_requires_grad, params)))
         self._window.begin_again()
         self.deal.lost = False
         modes = [layer.training for _, layer in self._with_buffers]
@@ -185,6 +191,7 @@ class MicroLoop(Feature):
                     "ended; expected no other loop, and no zero_grad() or discard_accumulated() of the wrapper inside "
                     "of it. Zero gradients after the optimizer's step."
                 )
+            self._refuse_frozen()
             if not deal.ended:
                 raise DPFuseError(
                     f"rank {self._rank}: micro-batch {number} had no backward that has reached a parameter, expected "
@@ -263,6 +270,7 @@ class MicroLoop(Feature):
         """As `Watcher.local_backward_ended`."""
         if added:
             self.deal.ended = True
+            self._refuse_frozen()
         elif self._sends:
             self.deal.lost = False  # nothing was sent
 
@@ -270,12 +278,13 @@ class MicroLoop(Feature):
         """As `Watcher.delivered`.
 
         Raises:
-            DPFuseError: a forward has written a buffer.
+            DPFuseError: a forward has written a buffer, or a parameter was frozen or unfrozen.
         """
         self.deal.ended, self.deal.lost = True, False
         self._loop.is_done = True
         self._window.require_sync = False
         self.steps += 1
+        self._refuse_frozen()
         before, now = self._buffers, self._written_buffers()
         self._quiet += 1
         for name in {**before, **now}:
@@ -286,6 +295,25 @@ class MicroLoop(Feature):
                     "rank has other micro-batches, so buffers would depend on the number of ranks. Use layers without "
                     "running statistics, such as GroupNorm, call eval() of the layer, or write it after the loop."
                 )
+
+    def _refuse_frozen(self) -> None:
+        """Raise DPFuseError if a parameter was frozen or unfrozen since the loop began.
+
+        A backward that only computes gradients with `torch.autograd.grad` may do that, and undo it.
+        """
+        loop = self._loop
+        if list(map(_requires_grad, loop.params)) == loop.trains:
+            return
+        param, trained = next(
+            (param, trained)
+            for param, trained in zip(loop.params, loop.trains, strict=True)
+            if param.requires_grad != trained
+        )
+        raise DPFuseError(
+            f"rank {self._rank}: {self._name(param)} was {'frozen' if trained else 'unfrozen'} {self._place}, expected "
+            f"the same requires_grad in all of {_listed(self.deal.of(self._rank))}: each rank has other micro-batches, "
+            "so gradients would depend on the number of ranks. Change requires_grad between two loops, on every rank."
+        )
 
     def before_step(self, optimizer: Optimizer) -> None:
         """As `Watcher.before_step`."""
