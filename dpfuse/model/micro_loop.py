@@ -56,7 +56,7 @@ class _Written:
 class _Loop:
     """One loop over the micro-batches of a step."""
 
-    params: Sequence[nn.Parameter] = ()  # of the module, when it began
+    params: Sequence[nn.Parameter] = ()  # that are averaged, or were frozen when it began
     trains: Sequence[bool] = ()  # whether each of them required gradients then
     is_done: bool = False  # whether its gradients are averaged, or were thrown away
 
@@ -106,6 +106,7 @@ class MicroLoop(Feature):
         self._window = window
         self._forget = forget
         self._loop = _Loop(is_done=True)
+        self._tables = [layer._parameters for layer in module.modules() if layer._parameters]
         self._with_buffers = [
             (f"{name}." if name else "", layer)
             for name, layer in module.named_modules()
@@ -162,8 +163,7 @@ class MicroLoop(Feature):
                 )
         if step is not None:
             self.steps = integer("step", step, 0)
-        params = list(self._module.parameters())
-        self._loop = loop = _Loop(params, list(map(_requires_grad, params)))
+        self._loop = loop = self._begin()
         self._window.begin_again()
         self.deal.lost = False
         modes = [layer.training for _, layer in self._with_buffers]
@@ -171,6 +171,16 @@ class MicroLoop(Feature):
             self._modes, self._quiet = modes, 0
         self._buffers = self._written_buffers()
         return self._run(loop)
+
+    def _begin(self) -> _Loop:
+        frozen = [
+            param
+            for table in self._tables
+            for param in table.values()
+            if param is not None and not param.requires_grad  # it may be unfrozen
+        ]
+        params = [*self._engine.params, *frozen]
+        return _Loop(params, list(map(_requires_grad, params)))
 
     def _run(self, loop: _Loop) -> Iterator[int]:
         deal, own = self.deal, self.deal.of(self._rank)
@@ -257,6 +267,7 @@ class MicroLoop(Feature):
                 "micro-batch in the same turn of the loop over micro_batches()."
             )
         if sync and (self.deal.lost or self._window.died):
+            self._refuse_frozen()  # buckets are made again for a parameter that was unfrozen
             raise DPFuseError(
                 f"rank {self._rank}: gradients of micro-batches of this step were lost, because a backward has failed, "
                 "or buckets were made again, inside of the loop over micro_batches(). Call zero_grad() of the "

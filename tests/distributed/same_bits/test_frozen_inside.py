@@ -60,7 +60,9 @@ def told(model, wanted, changed, back):
             at(number, MOMENTS[2])
     except dpfuse.DPFuseError as error:
         layer.requires_grad_(trains)
-        if DIFFERENT in str(error) or model.module[1].bias.grad is None:  # else the peers have their means
+        if (
+            "frozen at micro-batch" not in str(error) or model.module[1].bias.grad is None
+        ):  # else the peers have their means
             model.zero_grad()
             for each in model.micro_batches():  # the peers wait for this rank, or have failed as it has
                 loss(model, each).backward()
@@ -83,7 +85,7 @@ def check(rank, size, places, what):
             assert heard is not None, place
             assert named in heard or DIFFERENT in heard, place
         elif heard is not None:
-            assert DIFFERENT in heard, place
+            assert DIFFERENT in heard or "the backward failed on rank" in heard, place
 
 
 @pytest.mark.ranks(timeout=30)

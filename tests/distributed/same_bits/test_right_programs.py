@@ -165,6 +165,15 @@ def freeze_meanwhile(model, step):
     model.module.first.requires_grad_(step != 0)
 
 
+def frozen_for_an_input(model, step, number):
+    """The gradient of an input alone is computed, for which all parameters are frozen."""
+    x = data(number).requires_grad_()
+    model.requires_grad_(False)
+    (change,) = torch.autograd.grad(model(x).square().sum(), x)
+    model.requires_grad_(True)
+    model(data(number) + 0.1 * change.sign()).square().sum().backward()
+
+
 def in_autocast(model, step, number):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         value = loss(model, 10 * step + number)
@@ -275,6 +284,7 @@ PROGRAMS = {
     "gradients that are not averaged": lambda: train(wrapped(), after=gradient_alone),
     "two forwards": lambda: train(wrapped(), body=two_forwards),
     "a layer that is frozen for one step": lambda: train(wrapped(), after=freeze_meanwhile),
+    "frozen for an input": lambda: train(wrapped(), body=frozen_for_an_input),
     "autocast": lambda: train(wrapped(), body=in_autocast),
     "reentrant checkpoints": lambda: train(wrapped(partial(Net, True))),
     "checkpoints": lambda: train(wrapped(partial(Net, False))),
