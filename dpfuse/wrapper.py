@@ -300,7 +300,7 @@ class SyncedModule(nn.Module):
             TypeError, ValueError: `step` is no whole number of at least 0.
             DPFuseError: the wrapper has no `fixed_micro_batches`; the last loop was left before its end, a parameter
                 has a gradient already, or the number of threads has changed. And in the loop: a micro-batch had no
-                backward, or two.
+                backward, or two, or a parameter was frozen or unfrozen.
 
         Example:
             >>> import dpfuse, torch, torch.distributed as dist

@@ -181,7 +181,7 @@ def spawn(
 
     Args:
         func: a function that other processes can import: at the top level of a module, no lambda.
-        args: its arguments.
+        args: its arguments. The ranks share the memory of tensors on the CPU, so make a model inside of `func`.
         nprocs: number of ranks; -1 means one for each visible GPU, or without GPUs one for each core.
         join: whether to wait for all ranks; False returns at once.
         daemon: whether the ranks end with this process, which then does not wait for them.

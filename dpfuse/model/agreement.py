@@ -28,6 +28,7 @@ from dpfuse.model.check import (
 )
 from dpfuse.model.foreign_tensors import send_foreign
 from dpfuse.model.options import SyncOptions
+from dpfuse.model.shared_memory import describe_shared, refuse_common
 
 __all__ = ["agree_on_model", "prepare_group", "send_tensors"]
 
@@ -41,7 +42,8 @@ def agree_on_model(
         The buffers that are of the same kind on all ranks, by name. Only those that are not saved may be of others.
 
     Raises:
-        DPFuseError: on every rank, naming rank and first difference, or what the back end lacks.
+        DPFuseError: on every rank, naming rank and first difference, what the back end lacks, or a parameter whose
+            memory ranks share.
     """
     what = "the wrapped module"
     try:
@@ -50,14 +52,18 @@ def agree_on_model(
         lines = [*describe_options(options), *describe_model(module, plan, options)]
         lines += describe_buffers(module, options, saved=True)  # the others, such as caches, may differ
         lines += describe_attributes(named)
+        shared = describe_shared(params)
     except Exception as error:
         votes.report_failure(error, group, what)
         raise
-    votes.agree_on_text("\n".join(lines), group, what, "Build the same model with the same options everywhere.")
+    remedy = "Build the same model with the same options everywhere."
+    none_shared = votes.agree_on_text("\n".join(lines), group, what, remedy, ready=not shared).ready
     device = next(iter(params.values())).device
     common = options.common
     ordered = common["deterministic"] or options.micro_batches is not None
     prepare_group(group, [device], options.wire, ordered, common["stall_timeout"])
+    if not none_shared:
+        refuse_common(shared, group)
     sync = _settled_buffers(module, options, group)
     sent = {id(sync.found[name]): sync.found[name] for name in sync.agreed}  # once, however often they occur
     send_tensors([*params.values(), *(sent.values() if options.send_buffers_at_start else ())], group)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from dpfuse.engine.streams import capturing
 from dpfuse.engine.torch_private import UNSHARED, owners_and_holders, owners_of, swap_contents
 from dpfuse.model.memory_users import MemoryUsers, UserSearch
+from dpfuse.model.shared_memory import is_outside
 
 __all__ = ["BufferWriter"]
 
@@ -59,7 +60,7 @@ class BufferWriter:
             buffer = self._buffers[place]
             if counts == (self._usual[0][place], self._usual[1][place]) or not _is_plain(buffer):
                 continue
-            if counts[1] != UNSHARED[1] or _is_outside(self._storages[place]):
+            if counts[1] != UNSHARED[1] or is_outside(self._storages[place]):
                 shared.append(place)
             elif counts[0] == UNSHARED[0] + self._scripts_with(buffer) or self._renew(buffer):
                 parted.append(place)
@@ -106,7 +107,7 @@ class BufferWriter:
         owned = [UNSHARED[0] + self._scripts_with(each) + sum(base is each for base in bases) for each in users.named]
         if owners_of(users.named) == owned and not users.saved and not users.hidden:
             return True
-        if len(users.named) == 1 and not _is_outside(storage):
+        if len(users.named) == 1 and not is_outside(storage):
             return self._renew(buffer)
         if not all(_is_plain(each) and each.dtype == buffer.dtype for each in users.named):
             return True
@@ -152,8 +153,3 @@ def _is_plain(tensor: Tensor) -> bool:
     return type(tensor) is Tensor and not (
         tensor.requires_grad or tensor.is_inference() or tensor.is_conj() or tensor.is_neg()
     )
-
-
-def _is_outside(storage: torch.UntypedStorage) -> bool:
-    """Whether NumPy or another process may have this memory, too."""
-    return not storage.resizable() or (storage.device.type == "cpu" and storage.is_shared())
