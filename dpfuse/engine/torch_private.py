@@ -19,6 +19,7 @@ from torch.distributed.utils import _to_kwargs
 __all__ = [
     "COUNTS_REFERENCES",
     "LOADER_ITERATOR",
+    "LOADER_WITH_WORKERS",
     "NOTHING",
     "STEP",
     "UNSHARED",
@@ -49,6 +50,7 @@ __all__ = [
     "set_tracer",
     "swap_contents",
     "uncompiled",
+    "unwatch_workers",
 ]
 
 
@@ -362,6 +364,16 @@ def _counts_unshared() -> tuple[int, int]:
 
 # The class of what `iter(DataLoader)` returns; its `__next__` waits for a batch.
 LOADER_ITERATOR: type | None = getattr(torch.utils.data.dataloader, "_BaseDataLoaderIter", None)
+# The class of those that have workers. It is made with the loader, and starts them.
+LOADER_WITH_WORKERS: type | None = getattr(torch.utils.data.dataloader, "_MultiProcessingDataLoaderIter", None)
+
+
+def unwatch_workers(iterator: Any) -> None:
+    """Let torch raise no error where a worker of this iterator is killed. Torch calls this before it ends workers."""
+    if iterator._worker_pids_set:
+        torch.utils.data._utils.signal_handling._remove_worker_pids(id(iterator))
+        iterator._worker_pids_set = False
+
 
 _requires_grad, _cdata = attrgetter("requires_grad"), attrgetter("_cdata")
 # Where torch does not tell, every tensor may be shared.

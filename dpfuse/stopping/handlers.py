@@ -12,6 +12,7 @@ from typing import Any
 from dpfuse.errors import DPFuseError
 from dpfuse.stopping.deadline import GRACE, deadline
 from dpfuse.stopping.wish import wish
+from dpfuse.stopping.workers import workers
 
 __all__ = ["StopSignals", "stop_on_signals"]
 
@@ -24,7 +25,8 @@ def stop_on_signals(*signals: str | int, grace: float = GRACE) -> StopSignals:
 
     A handler only notes the wish: see `dpfuse.request_stop`. A handler of the program that was there is called after
     it, and should not end the process. The first SIGINT (Ctrl-C) asks; each further one raises KeyboardInterrupt.
-    Processes that this one forks, such as workers of a DataLoader, ask nothing.
+    Processes that this one forks ask nothing. Workers of a DataLoader that begin while the handlers are installed outlive
+    these signals.
 
     This process also asks without a signal where it knows when the job ends: from `DPFUSE_DEADLINE`, or from Slurm
     (`SLURM_JOB_END_TIME`). It asks once three steps, and 1.5 times the last `dpfuse.save_checkpoint`, no longer fit in.
@@ -89,7 +91,9 @@ class StopSignals:
         self._closed = False
         self._came: set[int] = set()
         self._before: dict[int, Any] = {}
-        for number in dict.fromkeys(numbers):
+        self._numbers = tuple(dict.fromkeys(numbers))
+        workers.open(self._numbers)
+        for number in self._numbers:
             self._before[number] = signal.getsignal(number)  # first: a signal may come as the handler is installed
             signal.signal(number, self._note)
 
@@ -101,6 +105,7 @@ class StopSignals:
         for number, before in self._before.items():
             if signal.getsignal(number) == self._note:
                 signal.signal(number, before)
+        workers.close(self._numbers)
         deadline.close(self._grace)
 
     def __enter__(self) -> StopSignals:

@@ -1,0 +1,47 @@
+"""How the workers of a loader end that outlive SIGTERM. Knows no signal that asks ranks to stop."""
+
+from __future__ import annotations
+
+from functools import partial
+from math import inf
+from time import monotonic
+from typing import Any
+from weakref import ref
+
+from dpfuse.engine.torch_private import unwatch_workers
+
+__all__ = ["WorkerEnd"]
+
+
+class WorkerEnd:
+    """Kills the workers of one iterator where torch or multiprocessing would send them SIGTERM.
+
+    Torch waits some seconds for each worker that does not end by itself. Here it waits as long for all of them
+    together.
+
+    Args:
+        iterator: of the loader.
+    """
+
+    def __init__(self, iterator: Any) -> None:
+        self._iterator = ref(iterator)
+        self._until = inf  # when the seconds are over, once torch waits
+        for process in iterator._workers:
+            popen = process._popen
+            # No cycle: the end of the iterator, of its processes and of their files must not wait for a collection.
+            popen.terminate, popen.wait = partial(self._kill, ref(popen)), partial(self._wait, ref(popen))
+
+    def _kill(self, popen: ref[Any]) -> None:
+        iterator = self._iterator()
+        if iterator is not None:
+            unwatch_workers(iterator)
+        self._until = inf
+        popen().kill()
+
+    def _wait(self, popen: ref[Any], timeout: float | None = None) -> int | None:
+        waiting = popen()
+        if timeout is not None:
+            self._until = min(self._until, monotonic() + timeout)
+            timeout = max(0.0, self._until - monotonic())
+        code: int | None = type(waiting).wait(waiting, timeout)
+        return code
