@@ -15,6 +15,7 @@ import torch.utils.data.dataloader
 from torch import Tensor
 from torch.autograd import _profiler_enabled as profiler_runs  # type: ignore[attr-defined]
 from torch.distributed.utils import _to_kwargs
+from torch.utils.data._utils.signal_handling import _remove_worker_pids  # type: ignore[attr-defined]
 
 __all__ = [
     "COUNTS_REFERENCES",
@@ -371,7 +372,7 @@ LOADER_WITH_WORKERS: type | None = getattr(torch.utils.data.dataloader, "_MultiP
 def unwatch_workers(iterator: Any) -> None:
     """Let torch raise no error where a worker of this iterator is killed. Torch calls this before it ends workers."""
     if iterator._worker_pids_set:
-        torch.utils.data._utils.signal_handling._remove_worker_pids(id(iterator))
+        _remove_worker_pids(id(iterator))
         iterator._worker_pids_set = False
 
 

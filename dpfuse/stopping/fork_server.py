@@ -32,7 +32,7 @@ class ForkServer:
         Args:
             numbers: of the signals. They are blocked, so the server begins with them blocked.
         """
-        server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+        server: Any = forkserver._forkserver
         running: int | None = server._forkserver_pid
         outlives = self._imports(server) if running is None else running == self._pid
         if not outlives:  # it could not unblock them for its children

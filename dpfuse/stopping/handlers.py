@@ -25,8 +25,8 @@ def stop_on_signals(*signals: str | int, grace: float = GRACE) -> StopSignals:
 
     A handler only notes the wish: see `dpfuse.request_stop`. A handler of the program that was there is called after
     it, and should not end the process. The first SIGINT (Ctrl-C) asks; each further one raises KeyboardInterrupt.
-    Processes that this one forks ask nothing. Workers of a DataLoader that begin while the handlers are installed outlive
-    these signals.
+    Processes that this one forks ask nothing. Workers of a DataLoader outlive these signals if they begin while the
+    handlers are installed.
 
     This process also asks without a signal where it knows when the job ends: from `DPFUSE_DEADLINE`, or from Slurm
     (`SLURM_JOB_END_TIME`). It asks once three steps, and 1.5 times the last `dpfuse.save_checkpoint`, no longer fit in.

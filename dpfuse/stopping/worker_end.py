@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from math import inf
 from time import monotonic
@@ -31,14 +32,14 @@ class WorkerEnd:
             # No cycle: the end of the iterator, of its processes and of their files must not wait for a collection.
             popen.terminate, popen.wait = partial(self._kill, ref(popen)), partial(self._wait, ref(popen))
 
-    def _kill(self, popen: ref[Any]) -> None:
+    def _kill(self, popen: Callable[[], Any]) -> None:
         iterator = self._iterator()
         if iterator is not None:
             unwatch_workers(iterator)
         self._until = inf
         popen().kill()
 
-    def _wait(self, popen: ref[Any], timeout: float | None = None) -> int | None:
+    def _wait(self, popen: Callable[[], Any], timeout: float | None = None) -> int | None:
         waiting = popen()
         if timeout is not None:
             self._until = min(self._until, monotonic() + timeout)
