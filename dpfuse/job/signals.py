@@ -7,7 +7,7 @@
 | SIGINT after one of these | kills the ranks at once |
 
 A Python program that has a handler for SIGTERM, SIGHUP or SIGQUIT gets it alone, so that it can end its work: the
-workers of its DataLoader would die of it. Otherwise the processes that a rank has started get the signal, too.
+workers of its DataLoader may die of it. Otherwise the processes that a rank has started get the signal, too.
 
 Meanwhile the launcher supervises its ranks as before. `rank_program.keep_signals` is the other half: it keeps SIGUSR1
 and SIGUSR2 for the program of a rank.

@@ -2,5 +2,6 @@
 
 Read `wish` first: what this process wants. `reason` names the ranks that want it and says why, `request` asks the ranks
 of one model, `knowledge` holds what all ranks of a group know. `handlers` makes the wish where a signal comes,
-and `deadline` where the job is about to end.
+and `deadline` where the job is about to end. `workers` lets the workers of a loader outlive such a signal, by
+`worker_start`, `worker_end` and `fork_server`.
 """
