@@ -201,7 +201,8 @@ class DistributedDataParallel(TorchHooks, Joinable):
             autotune(self)
 
     def _face_parts(self) -> FaceParts:
-        parts = super()._face_parts()
+        mesh = getattr(self, "device_mesh", None)  # as torch's class, this one has it only where it was given
+        parts = replace(super()._face_parts(), meshes=[] if mesh is None else [mesh])
         if self._around is None:
             return parts
         cast_buffers = partial(self._around.cast_buffers, self.module)

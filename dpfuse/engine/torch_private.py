@@ -30,6 +30,7 @@ __all__ = [
     "are_private",
     "call_last",
     "compiled_backward",
+    "default_store",
     "dtensor_of",
     "engine_run_backward",
     "holders_of",
@@ -48,6 +49,7 @@ __all__ = [
     "put_hooks",
     "ranged",
     "ranged_without_graph",
+    "ranks_of_root",
     "set_tracer",
     "swap_contents",
     "uncompiled",
@@ -418,6 +420,18 @@ def dtensor_of(local: Tensor, like: Any) -> Any:
     made = type(like)(local.as_strided(local.shape, local.stride(), 0), spec, requires_grad=False)
     made._local_tensor = local
     return made
+
+
+def ranks_of_root(mesh: Any) -> list[int]:
+    """Return the ranks of the mesh that a DeviceMesh was sliced from, in its order; its own if it is no slice."""
+    root = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
+    ranks: list[int] = root.mesh.flatten().tolist()
+    return ranks
+
+
+def default_store() -> Any:
+    """Return the store with which the processes of the job have met."""
+    return torch.distributed.distributed_c10d._get_default_store()
 
 
 def on_device(

@@ -20,7 +20,7 @@ from dpfuse.engine.feature import Feature
 from dpfuse.engine.feeds.accumulating import refuse_accumulated
 from dpfuse.engine.inner_tensors import has_memory, inner_tensors
 from dpfuse.engine.listening import Wrap
-from dpfuse.engine.local_part import is_divided
+from dpfuse.engine.local_part import is_divided, leaf_of
 from dpfuse.engine.micro_batches import MicroBatches
 from dpfuse.engine.param_spec import grad_dtype_of
 from dpfuse.engine.phase import ABANDONED, IDLE
@@ -50,6 +50,7 @@ from dpfuse.model.micro_loop import MicroLoop
 from dpfuse.model.open_window import OpenWindow
 from dpfuse.model.options import SyncOptions
 from dpfuse.model.signature import ModelSignature
+from dpfuse.stopping.mesh_groups import WishElsewhere, groups_around
 from dpfuse.stopping.reason import StopReason
 from dpfuse.stopping.request import StopRequest
 from dpfuse.weights.check import WeightsCheck
@@ -66,11 +67,13 @@ class FaceParts:
         after_delivery: called, in this order, once the gradients of a backward are averaged.
         wrap: puts a listener of the face in front of the reducer.
         module_changed: called when the module may have changed, before it is looked at.
+        meshes: of which the group is a dimension, if the face was given any.
     """
 
     after_delivery: Sequence[Callable[[], None]] = ()
     wrap: Wrap = lambda reducer: reducer
     module_changed: Callable[[], None] | None = None
+    meshes: Sequence[object] = ()
 
 
 class Measurable(Protocol):
@@ -183,13 +186,17 @@ class ModuleSync:
                 forget=lambda: self.grads.reducer.accumulation.forget(),
             )
             watchers.append(self.micro_loop)
-        self.stop = StopRequest()
+        meshes = [*face.meshes, *(leaf_of(param).device_mesh for param in params if is_divided(leaf_of(param)))]
+        groups = groups_around(group, meshes, number, late=params[0].is_cuda)
+        self.stop = StopRequest(groups)
         self.open_window = OpenWindow(
             self.window,
             lambda: self.grads.params,
             lambda: [*self.grads.reducer.accumulation.feeds.values()],
         )
         watchers += [self.stop, self.open_window]
+        if groups is not None and group.rank() == 0:
+            watchers.append(WishElsewhere(groups, self.stop))
         self.phases: PhaseTimes | None = None
         self.weights: WeightsCheck | None = None
         self.loop: LoopCheck | None = None

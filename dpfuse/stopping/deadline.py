@@ -76,10 +76,10 @@ class Deadline:
         yield
         self._saving = monotonic() - began
 
-    def is_near(self, step: float) -> bool:
-        """Whether it is time to stop, where a step takes so many seconds."""
+    def is_near(self, step: float, steps: int = STEPS) -> bool:
+        """Whether it is time to stop, where a step takes so many seconds, and so many are still made."""
         saving = max(self._graces, default=GRACE) * UNTIL_SAVED if self._saving is None else self._saving
-        return time() + STEPS * step + MARGIN * saving > self.end
+        return time() + steps * step + MARGIN * saving > self.end
 
     def __str__(self) -> str:
         return datetime.fromtimestamp(self.end).astimezone().isoformat(sep=" ", timespec="seconds")
@@ -90,9 +90,13 @@ class DeadlineWatch:
 
     A step takes as long as the second longest of the last turns. One of them may hold an evaluation, and a step may
     have several turns, of which all but one are short.
+
+    Args:
+        more: steps that are made besides the usual ones between the wish and the stop.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, more: int = 0) -> None:
+        self._steps = STEPS + more
         self._began: float | None = None
         self._turns: deque[float] = deque(maxlen=TURNS)
 
@@ -104,7 +108,7 @@ class DeadlineWatch:
         if self._began is not None:
             self._turns.append(now - self._began)
         self._began = now
-        if deadline.is_near(sorted(self._turns)[-2] if len(self._turns) > 1 else 0.0):
+        if deadline.is_near(sorted(self._turns)[-2] if len(self._turns) > 1 else 0.0, self._steps):
             wish.make(DEADLINE, str(deadline))
 
 

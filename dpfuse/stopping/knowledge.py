@@ -111,6 +111,7 @@ def forget_stop() -> None:
         False
     """
     wish.forget()
+    wish.forgotten += 1
     _agreed.clear()
     for listeners in tuple(_listeners.values()):
         for listener in tuple(listeners):

@@ -16,7 +16,7 @@ class StopReason:
     """Why all ranks stop. It is the same on each of them.
 
     Attributes:
-        ranks: of the group, those that have asked.
+        ranks: of the group, those that have asked. Beside other dimensions of a mesh, their ranks in the job.
         cause: of the first of them: the name of a signal, such as "SIGTERM", "program", or "deadline".
         text: of the first of them: as `dpfuse.request_stop` has got it, or when its job ends; empty otherwise.
 

@@ -15,10 +15,12 @@ class Wish:
     Attributes:
         words: the cause and, after a blank, a text of the program; empty without a wish.
         told: whether the program has read that all ranks stop. If it then ends well, the launcher knows why.
+        forgotten: how often `dpfuse.forget_stop` was called, on all ranks.
     """
 
     def __init__(self) -> None:
         self.words = ""
+        self.forgotten = 0
         self.told = False
 
     def make(self, cause: str, text: str = "") -> None:
