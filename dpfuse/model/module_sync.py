@@ -20,7 +20,7 @@ from dpfuse.engine.feature import Feature
 from dpfuse.engine.feeds.accumulating import refuse_accumulated
 from dpfuse.engine.inner_tensors import has_memory, inner_tensors
 from dpfuse.engine.listening import Wrap
-from dpfuse.engine.local_part import is_divided, leaf_of
+from dpfuse.engine.local_part import LocalPart, is_divided
 from dpfuse.engine.micro_batches import MicroBatches
 from dpfuse.engine.param_spec import grad_dtype_of
 from dpfuse.engine.phase import ABANDONED, IDLE
@@ -186,8 +186,8 @@ class ModuleSync:
                 forget=lambda: self.grads.reducer.accumulation.forget(),
             )
             watchers.append(self.micro_loop)
-        meshes = [*face.meshes, *(leaf_of(param).device_mesh for param in params if is_divided(leaf_of(param)))]
-        groups = groups_around(group, meshes, number, late=params[0].is_cuda)
+        divided = [each.whole.device_mesh for each in params if type(each) is LocalPart]
+        groups = groups_around(group, dict.fromkeys([*face.meshes, *divided]), number, late=params[0].is_cuda)
         self.stop = StopRequest(groups)
         self.open_window = OpenWindow(
             self.window,
@@ -195,8 +195,7 @@ class ModuleSync:
             lambda: [*self.grads.reducer.accumulation.feeds.values()],
         )
         watchers += [self.stop, self.open_window]
-        if groups is not None and group.rank() == 0:
-            watchers.append(WishElsewhere(groups, self.stop))
+        watchers += [] if groups is None else [WishElsewhere(groups, self.stop)]
         self.phases: PhaseTimes | None = None
         self.weights: WeightsCheck | None = None
         self.loop: LoopCheck | None = None

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch.distributed as dist
 
 from dpfuse.comm import votes
-from dpfuse.engine.events import Watcher
+from dpfuse.engine.feature import Engine, Feature
 from dpfuse.engine.torch_private import default_store, ranks_of_root
 from dpfuse.stopping.reason import StopReason
 from dpfuse.stopping.wish import wish
@@ -98,9 +98,7 @@ class MeshGroups:
         return [str(more), *why]
 
 
-def groups_around(
-    group: dist.ProcessGroup, meshes: Iterable[object], number: int, *, late: bool
-) -> MeshGroups | None:
+def groups_around(group: dist.ProcessGroup, meshes: Iterable[object], number: int, *, late: bool) -> MeshGroups | None:
     """Return the groups of the first mesh that has more ranks than this group; None if there is none.
 
     Args:
@@ -130,19 +128,29 @@ class Asking(Protocol):
         """Ask from the backward on that begins now."""
 
 
-class WishElsewhere(Watcher):
-    """Looks in each averaged backward whether another group of the mesh has heard of a wish. For the first rank.
+class WishElsewhere(Feature):
+    """Looks in each averaged backward whether another group of the mesh has heard of a wish.
+
+    One rank of a group looks, so that a large mesh asks the store seldom. Inside `join()` it is one with inputs, since
+    others wait for no rank of the other groups.
 
     Args:
         groups: of the mesh.
         request: of this group.
     """
 
+    _engine: Engine
+
     def __init__(self, groups: MeshGroups, request: Asking) -> None:
         self._groups = groups
         self._request = request
 
+    def join(self, engine: Engine) -> None:
+        """As `Feature.join`."""
+        self._engine = engine
+
     def backward_begins(self, *, sync: bool, announced: bool) -> None:
         """As `Watcher.backward_begins`: ask the ranks of this group, if another group has heard."""
-        if sync and self._request.is_open and self._groups.have_heard():
+        looks = sync and self._engine.group.rank() == self._engine.source
+        if looks and self._request.is_open and self._groups.have_heard():
             self._request.ask()

@@ -28,18 +28,20 @@ class StopRequest(Feature):
 
     def __init__(self, groups: MeshGroups | None = None) -> None:
         self._heard: StopReason | None = None
-        self._coming: StopReason | None = None  # what is heard after so many more averaged backwards
+        self._coming: StopReason | None = None  # what is heard after so many more backwards
         self._more = 0
+        self._step = 0  # how many backwards have synchronised or failed, beside other groups
         self._groups = groups
         self._question = Question("stop", self._answer)
-        self._countdown = Question("stop after more backwards", self._count)
+        self._steps = Question("step", self._count)
         self._deadline = DeadlineWatch(0 if groups is None else groups.delay)
 
     def join(self, engine: Engine) -> None:
         """As `Feature.join`."""
         self._engine = engine
-        if self._groups is not None:  # before the question, whose answer begins to count
-            engine.layout.answered.append(self._countdown)
+        if self._groups is not None:
+            engine.layout.answered.append(self._steps)
+            self._steps.due = True
         engine.layout.ask(self._question)
         knowledge.tell(engine.group, self)
 
@@ -56,18 +58,20 @@ class StopRequest(Feature):
         # Also where this rank knows it, as on a GPU one backward later: another rank may have forgotten it meanwhile.
         reason, more = knowledge.exchange(self._engine.group), 0
         if self._groups is not None:
-            reason, more = self._groups.agree(reason, self._engine.completed + 1)
+            reason, more = self._groups.agree(reason, self._step)
         if self._heard is None and self._coming is None:
             self._hear_after(more, reason)
 
     def _count(self) -> None:
-        """One more backward has ended in which no group of the mesh stops. Every rank counts in the same one."""
-        self._hear_after(self._more - 1, self._coming)
+        """Count this backward, as every rank of the group does, also where its own part of it has failed."""
+        self._steps.due = True
+        self._step += 1
+        if self._coming is not None:
+            self._hear_after(self._more - 1, self._coming)
 
     def _hear_after(self, more: int, reason: StopReason | None) -> None:
-        self._countdown.due = reason is not None and more > 0
         self._more = more
-        self._heard, self._coming = (None, reason) if self._countdown.due else (reason, None)
+        self._heard, self._coming = (None, reason) if more else (reason, None)
 
     @property
     def is_open(self) -> bool:

@@ -100,9 +100,7 @@ def test_the_mesh_of_a_parameter_is_enough(ranks, face):
 
 
 def late(rank, size):
-    always = mock.patch.object(
-        module_sync, "groups_around", lambda *known, late: groups_around(*known, late=True)
-    )
+    always = mock.patch.object(module_sync, "groups_around", lambda *known, late: groups_around(*known, late=True))
     with as_on_a_gpu(), always:
         return by_face(rank, size, "DistributedDataParallel")
 
@@ -145,9 +143,7 @@ def test_a_wish_that_is_forgotten_stops_no_group(ranks):
 def two_models(rank, size):
     """The second model takes two steps for each one of the first."""
     mesh = mesh_of_four()
-    first, second = (
-        dpfuse.DistributedDataParallel(network(mesh["tp"]), device_mesh=mesh["dp"]) for _ in range(2)
-    )
+    first, second = (dpfuse.DistributedDataParallel(network(mesh["tp"]), device_mesh=mesh["dp"]) for _ in range(2))
     with forgetting():
         for step in range(1, MOST + 1):
             if (rank, step) == (1, 3):
@@ -258,6 +254,19 @@ def test_ranks_without_inputs_hear_it(ranks, asker):
     assert ranks(uneven, asker, size=4) == [(2, why)] * 2 + [(5 + DELAY, why)] * 2
 
 
+def keys(rank, size):
+    mesh = mesh_of_four()
+    groups = (mesh[name].get_group() for name in ("dp", "tp"))
+    return [groups_around(group, [mesh], 0, late=False)._key for group in groups]
+
+
+def test_wrappers_over_two_dimensions_of_one_mesh_do_not_hear_each_other(ranks):
+    """They may average a different number of times."""
+    over_dp, over_tp = zip(*ranks(keys, size=4), strict=True)
+    assert len({*over_dp}) == len({*over_tp}) == 1
+    assert over_dp[0] != over_tp[0]
+
+
 def alone(rank, size):
     mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("dp", "tp"))
     model = dpfuse.DistributedDataParallel(network(mesh["tp"]), device_mesh=mesh["dp"])
@@ -280,7 +289,7 @@ def without_store(rank, size):
 
 
 def test_where_the_store_has_ended_a_group_stops_alone(ranks):
-    expected = [(3, "rank 2 has asked: me2"), (MOST, "")] * 2
+    expected = [(3 + DELAY, "rank 2 has asked: me2"), (MOST, "")] * 2
     assert ranks(without_store, size=4) == expected
 
 

@@ -71,9 +71,9 @@ def clock() -> Iterator[Clock]:
     signal.signal(signal.SIGUSR1, before)
 
 
-def steps_until_asked(clock: Clock, seconds: list[float]) -> int | None:
+def steps_until_asked(clock: Clock, seconds: list[float], more: int = 0) -> int | None:
     """The step, from 0, at whose beginning a loop asks whose steps take so long."""
-    watch = DeadlineWatch()
+    watch = DeadlineWatch(more)
     for step, each in enumerate(seconds):
         watch.look()
         if wish.words:
@@ -110,6 +110,12 @@ def test_it_asks_when_three_steps_and_a_checkpoint_would_end_too_late(
         clock.now -= saving
     assert steps_until_asked(clock, [1.0] * 100) == first
     assert wish.words.startswith("deadline ")
+
+
+def test_it_asks_earlier_where_more_steps_follow_the_wish(clock: Clock) -> None:
+    """As beside other dimensions of a mesh."""
+    end_at(1100.0, grace=32.0)
+    assert steps_until_asked(clock, [1.0] * 100, more=4) == 82
 
 
 def test_a_checkpoint_that_fails_tells_nothing_of_its_time(clock: Clock) -> None:
