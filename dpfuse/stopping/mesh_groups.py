@@ -109,10 +109,9 @@ def groups_around(group: dist.ProcessGroup, meshes: Iterable[object], number: in
     """
     if late and group.size() == 1:  # its host waits for no report, so it may be any number of backwards ahead
         return None
-    own = set(dist.get_process_group_ranks(group))
     for mesh in meshes:
         ranks = ranks_of_root(mesh)
-        if own < set(ranks):
+        if set(dist.get_process_group_ranks(group)) < set(ranks):
             return MeshGroups(ranks, group, number, late=late)
     return None
 

@@ -41,8 +41,8 @@ def request_stop(reason: str = "") -> None:
     """Ask all ranks to stop together. One rank is enough, from any thread.
 
     All ranks learn of it in the next backward that synchronises, on a GPU in the one after it: `model.stop_requested`
-    is then true on each of them. This adds no collective to a step. Where no backward follows, call
-    `dpfuse.agree_to_stop`.
+    is then true on each of them. Beside other dimensions of a mesh, all groups of the mesh learn of it some backwards
+    later. This adds no collective to a step. Where no backward follows, call `dpfuse.agree_to_stop`.
 
     Args:
         reason: for `model.stop_reason`, such as "the disk is full". At most 54 bytes of it travel.
