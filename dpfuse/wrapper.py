@@ -357,7 +357,8 @@ class SyncedModule(nn.Module):
 
         Ask it after the optimizer's step, save, and leave the loop. A rank asks with `dpfuse.request_stop`. All ranks
         learn of it in a backward that synchronises, so never inside a window of `no_sync()`: in the first one that
-        begins after the wish, on a GPU in the one after it. It stays true until `dpfuse.forget_stop`. Without a process
+        begins after the wish, on a GPU in the one after it. Beside other dimensions of a mesh, all groups of the mesh
+        learn of it some backwards later, in the same one. It stays true until `dpfuse.forget_stop`. Without a process
         group it is the wish of this process.
 
         Raises:
