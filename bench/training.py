@@ -23,6 +23,7 @@ from bench.models import Workload
 __all__ = [
     "FORWARD",
     "IN_BACKWARD",
+    "KEPT",
     "REFERENCE",
     "SHARDED",
     "ZERO",
