@@ -28,19 +28,19 @@ class WorkerEnd:
         self._iterator = ref(iterator)
         self._until = inf  # when the seconds are over, once torch waits
         for process in iterator._workers:
-            popen = process._popen
+            child = process._popen
             # No cycle: the end of the iterator, of its processes and of their files must not wait for a collection.
-            popen.terminate, popen.wait = partial(self._kill, ref(popen)), partial(self._wait, ref(popen))
+            child.terminate, child.wait = partial(self._kill, ref(child)), partial(self._wait, ref(child))
 
-    def _kill(self, popen: Callable[[], Any]) -> None:
+    def _kill(self, child: Callable[[], Any]) -> None:
         iterator = self._iterator()
         if iterator is not None:
             unwatch_workers(iterator)
         self._until = inf
-        popen().kill()
+        child().kill()
 
-    def _wait(self, popen: Callable[[], Any], timeout: float | None = None) -> int | None:
-        waiting = popen()
+    def _wait(self, child: Callable[[], Any], timeout: float | None = None) -> int | None:
+        waiting = child()
         if timeout is not None:
             self._until = min(self._until, monotonic() + timeout)
             timeout = max(0.0, self._until - monotonic())

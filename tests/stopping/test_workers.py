@@ -121,10 +121,10 @@ def test_a_worker_that_is_killed_is_an_error_of_torch() -> None:
     with dpfuse.stop_on_signals():
         batches = iter(loader_of(Samples()))
         next(batches)
-        os.kill(pids_of(batches)[0], signal.SIGKILL)
-        with pytest.raises(RuntimeError, match=r"DataLoader worker \(pid.*(is killed by signal|exited unexpectedly)"):
-            for _ in range(100):
-                next(batches)
+        # A batch that this worker has sent may be lost with it, which is another error. So none is read.
+        with pytest.raises(RuntimeError, match=r"DataLoader worker \(pid.*is killed by signal"):
+            os.kill(pids_of(batches)[0], signal.SIGKILL)
+            time.sleep(30)
 
 
 PROGRAM = """
