@@ -1,4 +1,7 @@
-"""When this process must have stopped, if that is known, and how long it takes to stop. Knows no rank."""
+"""When this process must have stopped, if that is known, and how long it takes to stop. Knows no rank.
+
+That is at once where the launcher of the job has ended: a cluster may be about to end its processes, too.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,14 @@ from datetime import datetime
 from time import monotonic, time
 
 from dpfuse.engine.user_line import warn_at_user
-from dpfuse.stopping.reason import DEADLINE
+from dpfuse.stopping.reason import DEADLINE, LAUNCHER
 from dpfuse.stopping.wish import wish
 
 __all__ = ["GRACE", "Deadline", "DeadlineWatch", "deadline"]
 
 VARIABLE = "DPFUSE_DEADLINE"
 OF_SLURM = "SLURM_JOB_END_TIME"
+OF_TORCHRUN = "TORCHELASTIC_RUN_ID"  # set where torchrun has started this process
 GRACE = 30.0  # seconds: Kubernetes and Slurm leave so many after SIGTERM, unless they are told otherwise
 UNTIL_SAVED = 1 / 4  # of the grace: what the first checkpoint is expected to take
 EARLIEST = 1e9  # in September 2001; a smaller number is a date, such as 20261231
@@ -31,15 +35,17 @@ class Deadline:
 
     Attributes:
         end: in seconds since the epoch; infinity where it is not known.
+        launcher: the process whose end asks to stop, too; 0 for none.
     """
 
     def __init__(self) -> None:
         self.end = math.inf
+        self.launcher = 0
         self._graces: list[float] = []  # of the handlers that are installed
         self._saving: float | None = None  # seconds of the last checkpoint, once there is one
 
     def open(self, grace: float) -> None:
-        """Count the end of the job that Slurm tells, too, until `close`.
+        """Count the end of the job that Slurm tells, and that of torchrun, too, until `close`.
 
         Args:
             grace: seconds that the cluster leaves between its signal and the end. The largest one counts.
@@ -48,11 +54,14 @@ class Deadline:
             ValueError: as `read`; then nothing has changed.
         """
         self.end = _end_of_job(with_slurm=True)
+        self.launcher = os.getppid() if OF_TORCHRUN in os.environ else 0
         self._graces.append(grace)
 
     def close(self, grace: float) -> None:
         """End what `open` has begun with this grace."""
         self._graces.remove(grace)
+        if not self._graces:
+            self.launcher = 0
         with suppress(ValueError):  # which the next wrapper raises
             self.read()
 
@@ -101,7 +110,9 @@ class DeadlineWatch:
         self._turns: deque[float] = deque(maxlen=TURNS)
 
     def look(self) -> None:
-        """Look in each turn. Where no deadline is known, this is one comparison."""
+        """Look in each turn. Where no deadline is known, this is two comparisons."""
+        if deadline.launcher and os.getppid() != deadline.launcher:
+            wish.make(LAUNCHER)
         if deadline.end == math.inf:
             return
         now = monotonic()

@@ -30,6 +30,7 @@ def stop_on_signals(*signals: str | int, grace: float = GRACE) -> StopSignals:
 
     This process also asks without a signal where it knows when the job ends: from `DPFUSE_DEADLINE`, or from Slurm
     (`SLURM_JOB_END_TIME`). It asks once three steps, and 1.5 times the last `dpfuse.save_checkpoint`, no longer fit in.
+    And it asks where torchrun has started it and has ended, as SIGUSR1 ends torchrun.
 
     Args:
         signals: names or numbers; none means "SIGTERM" and "SIGUSR1".

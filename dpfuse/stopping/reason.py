@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["DEADLINE", "StopReason", "cut", "reason_of"]
+__all__ = ["DEADLINE", "LAUNCHER", "StopReason", "cut", "reason_of"]
 
 PROGRAM = "program"  # the cause of `dpfuse.request_stop`
 DEADLINE = "deadline"  # the cause where a job is about to end; the text says when
+LAUNCHER = "launcher"  # the cause where what has started the ranks has ended
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,7 @@ class StopReason:
 
     Attributes:
         ranks: of the group, those that have asked. Beside other dimensions of a mesh, their ranks in the job.
-        cause: of the first of them: the name of a signal, such as "SIGTERM", "program", or "deadline".
+        cause: of the first of them: the name of a signal, such as "SIGTERM"; "program", "deadline" or "launcher".
         text: of the first of them: as `dpfuse.request_stop` has got it, or when its job ends; empty otherwise.
 
     Example:
@@ -39,6 +40,8 @@ class StopReason:
             why = f"has asked{f': {self.text}' if self.text else ''}"
         elif self.cause == DEADLINE:
             why = f"is near its deadline, {self.text}"
+        elif self.cause == LAUNCHER:
+            why = "has lost its launcher"
         if not others:
             return f"rank {first} {why}"
         return f"rank {first} {why}; asked, too: rank{'s' * (len(others) > 1)} {', '.join(map(str, others))}"

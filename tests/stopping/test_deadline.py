@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from unittest import mock
 
 import pytest
@@ -16,12 +16,32 @@ import dpfuse
 from dpfuse.stopping import deadline as module
 from dpfuse.stopping import knowledge
 from dpfuse.stopping.deadline import Deadline, DeadlineWatch, deadline
+from dpfuse.stopping.reason import reason_of
 from dpfuse.stopping.wish import wish
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:there is no process group"),
     pytest.mark.filterwarnings("ignore:the deadline of this job"),
 ]
+
+
+def test_the_end_of_torchrun_asks_after_handlers_are_installed(monkeypatch):
+    watch = DeadlineWatch()
+    parent = [7]
+    monkeypatch.setattr(module.os, "getppid", lambda: parent[0])
+    for started, handlers, asks in [(False, True, False), (True, False, False), (True, True, True)]:
+        parent[0] = 7
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x") if started else monkeypatch.delenv("TORCHELASTIC_RUN_ID", False)
+        with dpfuse.stop_on_signals() if handlers else nullcontext():
+            watch.look()
+            assert not wish.words
+            parent[0] = 1
+            watch.look()
+            assert wish.words == ("launcher" if asks else "")
+    assert str(reason_of([wish.words])) == "rank 0 has lost its launcher"
+    dpfuse.forget_stop()
+    watch.look()
+    assert not wish.words
 
 
 class Clock:
