@@ -298,11 +298,6 @@ class Updater:
                 self.inner[index] = inner
                 self._of[index] = optimizer
 
-    @property
-    def has_states(self) -> bool:
-        """Whether there are states."""
-        return any(optimizer.state for optimizer in self._optimizers)
-
     def state(self, index: int) -> State:
         """Return the state of a tensor."""
         found: State = self._of[index].state.get(self._members[index][1], {})

@@ -307,19 +307,11 @@ def _check_state(state_dict: Any) -> None:
         )
 
 
-class _InShards(defaultdict[Any, Any]):
-    """Stands for the states in the shards: these can be dropped, and neither be read nor written.
-
-    It holds no items itself. Its truth is whether there are states, for torch.distributed.checkpoint, which makes a
-    step with gradients of zeros if an optimizer has none yet.
-    """
+class _InShards(MutableMapping[Any, Any]):
+    """Stands for the states in the shards: these can be dropped, and neither be read nor written."""
 
     def __init__(self, shards: Shards) -> None:
-        super().__init__(dict)
         self._shards = shards
-
-    def __bool__(self) -> bool:
-        return self._shards.has_states
 
     def __len__(self) -> int:
         return len(self._shards.stated())
@@ -336,15 +328,10 @@ class _InShards(defaultdict[Any, Any]):
     def __setitem__(self, key: Any, value: Any) -> None:
         if not isinstance(value, Mapping) or value:
             raise _refusal("a state of a parameter was assigned in")
-        self._forget(key)
+        self.pop(key, None)
 
     def __delitem__(self, key: Any) -> None:
-        if key not in self:
-            raise KeyError(key)
-        self._forget(key)
-
-    def keys(self) -> Any:
-        return dict.fromkeys(self).keys()
+        self.pop(key)
 
     def values(self) -> Any:
         return dict(self.items()).values()
@@ -355,64 +342,25 @@ class _InShards(defaultdict[Any, Any]):
     def get(self, key: Any, default: Any = None) -> Any:
         if key not in self:
             return default
-        raise _refusal("the state of a parameter was read in")
-
-    def setdefault(self, key: Any, default: Any = None) -> Any:
-        raise _refusal("the state of a parameter was read in")
+        return self[key]
 
     def pop(self, key: Any, *default: Any) -> Any:
         """Drop a state. What is returned has no items: each rank has one part of them."""
         if key in self:
-            self._forget(key)
+            self._shards.forget([key])
             return {}
         if default:
             return default[0]
         raise KeyError(key)
 
-    def popitem(self) -> Any:
-        raise _refusal("the state of a parameter was read in")
-
     def clear(self) -> None:
         self._shards.forget(self._shards.stated())
 
-    def update(self, *others: Any, **more: Any) -> None:
-        for key, value in dict(*others, **more).items():
-            self[key] = value
-
-    def __ior__(self, other: Any) -> Any:
-        self.update(other)
-        return self
-
-    def __or__(self, other: Any) -> Any:
-        return {**self._nothing(), **other}
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or self._nothing() == other
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def copy(self) -> Any:
-        return self._nothing()
-
-    __copy__ = copy
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        return self._nothing()
-
     def __reduce__(self) -> Any:
-        return defaultdict, (dict, self._nothing())
+        raise _refusal("the states of all parameters were copied in")
 
     def __repr__(self) -> str:
         return f"<states of {len(self)} parameters, divided among the ranks>"
-
-    def _forget(self, key: Any) -> None:
-        if key in self:
-            self._shards.forget([key])
-
-    def _nothing(self) -> dict[Any, Any]:
-        if len(self):
-            raise _refusal("the states of all parameters were read in")
-        return {}
 
 
 class _Entry(MutableMapping[str, Any]):

@@ -6,26 +6,18 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from heapq import heapify, heapreplace
-from itertools import accumulate
 
-__all__ = ["assign_owners", "load_bound", "muon_cost"]
+__all__ = ["assign_owners", "muon_cost"]
 
-# Limits are counts of operations and not seconds: a clock would let ranks disagree.
-SMALL = 12  # items of a list whose search has no limit
-SEARCHED = 128  # items of a list, at most, for a search, whose depth it is
-VISITS = 400_000  # looks at the load of a rank in the search of a list that is not small
-LOOKS = 3_000_000  # looks at the load of a rank, for moves and swaps
+LOOKS = 3_000_000  # looks at the load of a rank, for moves and swaps; a clock would let ranks disagree
 GAIN = 1e-6  # of the largest load; a move or swap that gains less is not worth its time
-ROUNDING = 1e-12  # of a load
 
 
 def assign_owners(costs: Sequence[float], ranks: int, loads: Sequence[float] | None = None) -> list[int]:
     """Assign each item to one rank, so that the largest load of a rank is small. The result is the same on all ranks.
 
     Longest first: each item in the order of falling costs goes to the rank with the smallest load. Then items move
-    and change places while the largest load falls. If that is not yet a load that `load_bound` proves, a
-    branch-and-bound search follows, for lists of up to 128 items. Up to 12 items it ends with the best result that
-    exists. For more, its number of steps is limited. Ties go to the lower index and the lower rank.
+    and change places while the largest load falls. Ties go to the lower index and the lower rank.
 
     Args:
         costs: of each item, in any unit, not negative.
@@ -50,46 +42,11 @@ def assign_owners(costs: Sequence[float], ranks: int, loads: Sequence[float] | N
     order = sorted(range(len(costs)), key=lambda item: (-costs[item], item))
     sizes = [float(costs[item]) for item in order]
     found = _longest_first(sizes, kept)
-    totals = _improve(sizes, found, kept)
-    bound = load_bound(costs, ranks, loads)
-    if max(totals) > bound * (1 + ROUNDING) and len(sizes) <= SEARCHED:
-        search = _Search(sizes, kept, found, max(totals), bound)
-        search.place(0)
-        found = search.best_owners
+    _improve(sizes, found, kept)
     owners = [0] * len(order)
     for item, owner in zip(order, found, strict=True):
         owners[item] = owner
     return owners
-
-
-def load_bound(costs: Sequence[float], ranks: int, loads: Sequence[float] | None = None) -> float:
-    """Return a load that the most loaded rank has at least, in every assignment.
-
-    It is the largest of three: the level at which costs that could be cut would fill the ranks; the largest cost on
-    the smallest load; and, since of k · ranks + 1 items some k + 1 lie on one rank, the k + 1 smallest of these.
-
-    Args:
-        costs: as for `assign_owners`.
-        ranks: as for `assign_owners`.
-        loads: as for `assign_owners`.
-
-    Returns:
-        The bound, in the unit of the costs.
-
-    Raises:
-        ValueError: as `assign_owners`.
-
-    Example:
-        >>> load_bound([3, 3, 3], 2), load_bound([2, 2, 2, 2], 2), load_bound([2, 2], 2, loads=[0, 9])
-        (6.0, 4.0, 9.0)
-    """
-    kept = _checked(costs, ranks, loads)
-    sizes = sorted(map(float, costs), reverse=True)
-    least = min(kept)
-    bound = max(_level(sum(sizes), kept), max(kept), least + sizes[0] if sizes else 0.0)
-    for most in range(1, (len(sizes) - 1) // ranks + 1):
-        bound = max(bound, least + sum(sizes[most * ranks - most : most * ranks + 1]))
-    return bound
 
 
 def muon_cost(shape: Sequence[int]) -> int:
@@ -139,17 +96,6 @@ def _checked(costs: Sequence[float], ranks: int, loads: Sequence[float] | None) 
     return kept
 
 
-def _level(amount: float, loads: Sequence[float]) -> float:
-    """Return the height to which an amount fills the ranks, lowest first."""
-    level, filled = 0.0, 0.0
-    for count, load in enumerate(sorted(loads), start=1):
-        if count > 1 and level <= load:
-            break
-        filled += load
-        level = (filled + amount) / count
-    return level
-
-
 def _longest_first(sizes: Sequence[float], loads: Sequence[float]) -> list[int]:
     """Give each item, in the order of the list, to the rank with the smallest load."""
     heap = [(load, rank) for rank, load in enumerate(loads)]
@@ -162,8 +108,8 @@ def _longest_first(sizes: Sequence[float], loads: Sequence[float]) -> list[int]:
     return owners
 
 
-def _improve(sizes: Sequence[float], owners: list[int], loads: Sequence[float]) -> list[float]:
-    """Move an item of the most loaded rank, or swap it, while this helps. Returns the load of each rank."""
+def _improve(sizes: Sequence[float], owners: list[int], loads: Sequence[float]) -> None:
+    """Move an item of the most loaded rank, or swap it, while this helps."""
     held: list[list[tuple[float, int]]] = [[] for _ in loads]  # (size, place) of each rank's items, ascending
     for place in reversed(range(len(sizes))):
         held[owners[place]].append((sizes[place], place))
@@ -188,7 +134,6 @@ def _improve(sizes: Sequence[float], owners: list[int], loads: Sequence[float]) 
                 owners[item[1]] = target
         for each in (top, rank):
             totals[each] = loads[each] + sum(size for size, _ in held[each])
-    return totals
 
 
 def _change(
@@ -211,51 +156,3 @@ def _change(
             if moved > 0 and max(moved, gap - moved) < smallest:
                 best, smallest = (item, back), max(moved, gap - moved)
     return best
-
-
-class _Search:
-    """Branch and bound, from the best assignment so far.
-
-    Args:
-        sizes: of the items, descending.
-        loads: of the ranks, before any item.
-        owners: the best assignment so far.
-        best: its largest load.
-        bound: a load that no assignment goes below.
-
-    Attributes:
-        best_owners: the best assignment; nothing better exists if `place` did not run out of visits.
-    """
-
-    def __init__(
-        self, sizes: Sequence[float], loads: Sequence[float], owners: list[int], best: float, bound: float
-    ) -> None:
-        self.best_owners = owners
-        self._sizes = sizes
-        self._rest = [*accumulate(reversed(sizes))][::-1]  # of an item and all after it
-        self._totals = [*loads]
-        self._owners = [0] * len(sizes)
-        self._best = best
-        self._bound = bound * (1 + ROUNDING)
-        self._visits: float = math.inf if len(sizes) <= SMALL else VISITS
-
-    def place(self, item: int) -> None:
-        """Try each rank for an item, and go on with the next one."""
-        totals, sizes = self._totals, self._sizes
-        if item == len(sizes):
-            self._best, self.best_owners = max(totals), [*self._owners]
-            return
-        self._visits -= len(totals)
-        if self._rest[item] >= sum(self._best - total for total in totals if total + sizes[-1] < self._best):
-            return  # the other items would not fit below the best load
-        # Items of equal cost go to the ranks in their order, and of ranks with equal loads only the first is tried.
-        first = self._owners[item - 1] if item and sizes[item] == sizes[item - 1] else 0
-        tried = -1.0
-        for rank in sorted(range(first, len(totals)), key=totals.__getitem__):
-            load = totals[rank]
-            if load + sizes[item] >= self._best or self._best <= self._bound or self._visits < 0:
-                return
-            if load != tried:
-                tried, totals[rank], self._owners[item] = load, load + sizes[item], rank
-                self.place(item + 1)
-                totals[rank] = load

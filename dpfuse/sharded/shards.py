@@ -198,11 +198,6 @@ class Shards:
         if buckets_changed:
             self._follow(now)
 
-    @property
-    def has_states(self) -> bool:
-        """Whether a step was made, or states were loaded."""
-        return bool(self._aside) or any(shard.updater.has_states for shard in self._shards)
-
     def stated(self) -> list[Tensor]:
         """Return the parameters that have a state, in the order of the groups; the same on all ranks."""
         found = {id(param) for param in self._aside}

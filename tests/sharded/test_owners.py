@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from bench.large_models import Gpt2, VitLarge
-from dpfuse.sharded.owners import assign_owners, load_bound, muon_cost
+from dpfuse.sharded.owners import assign_owners, muon_cost
 
 
 def loads_after(costs, owners, loads):
@@ -39,30 +39,19 @@ numbers = st.one_of(st.integers(0, 12).map(float), st.floats(0, 100, allow_subno
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.data(), ranks=st.integers(1, 4))
-def test_a_short_list_gets_the_best_of_all_assignments(data, ranks):
+def test_a_short_list_is_near_the_best_of_all_assignments(data, ranks):
+    """Longest first alone is within 4/3 of it (Graham, 1969), or 3/2 where ranks have loads already."""
     costs = data.draw(st.lists(numbers, max_size=6))
     loads = data.draw(st.one_of(st.none(), st.lists(numbers, min_size=ranks, max_size=ranks)))
     owners = assign_owners(costs, ranks, loads)
     best = smallest_possible(costs, ranks, loads or [0.0] * ranks)
     assert len(owners) == len(costs)
     assert all(0 <= owner < ranks for owner in owners)
-    assert largest_load(costs, owners, ranks, loads) == pytest.approx(best, rel=1e-9)
-    assert load_bound(costs, ranks, loads) <= best * (1 + 1e-9)
-
-
-# Longest first, with moves and swaps, does not find the best one here.
-@pytest.mark.parametrize(
-    ("costs", "ranks", "best"), [([18, 12, 10, 8, 7, 7, 6], 3, 24), ([18, 18, 14, 10, 7, 6, 6, 2], 3, 28)]
-)
-def test_the_search_finds_what_moves_and_swaps_do_not(monkeypatch, costs, ranks, best):
-    assert largest_load(costs, assign_owners(costs, ranks), ranks) == best
-    assert smallest_possible(costs, ranks, [0] * ranks) == best
-    monkeypatch.setattr("dpfuse.sharded.owners.SEARCHED", 0)
-    assert largest_load(costs, assign_owners(costs, ranks), ranks) > best
+    most = best * (4 / 3 if loads is None else 3 / 2)
+    assert best * (1 - 1e-9) <= largest_load(costs, owners, ranks, loads) <= most * (1 + 1e-9)
 
 
 def test_moves_and_swaps_improve_on_longest_first(monkeypatch):
-    monkeypatch.setattr("dpfuse.sharded.owners.SEARCHED", 0)
     assert largest_load([3, 3, 2, 2, 2], assign_owners([3, 3, 2, 2, 2], 2), 2) == 6
     monkeypatch.setattr("dpfuse.sharded.owners.LOOKS", 0)
     assert largest_load([3, 3, 2, 2, 2], assign_owners([3, 3, 2, 2, 2], 2), 2) == 7
@@ -83,9 +72,8 @@ def test_the_matrices_of_a_model_are_within_five_percent_of_the_ideal(model, cou
     assert largest_load(costs, assign_owners(costs, ranks), ranks) <= 1.05 * ideal
 
 
-def test_equal_items_are_within_five_percent_of_a_bound_that_is_not_the_mean():
+def test_equal_items_are_dealt_evenly():
     """Ten equal items on four ranks: some rank has three of them, 20 % above the mean."""
-    assert load_bound([5] * 10, 4) == 15
     assert largest_load([5] * 10, assign_owners([5] * 10, 4), 4) == 15
 
 
@@ -118,7 +106,7 @@ def test_loads_are_respected_and_do_not_change():
 def test_ten_thousand_items_stay_close_to_the_bound(ranks):
     generator = random.Random(3)
     costs = [generator.random() for _ in range(10_000)]
-    assert largest_load(costs, assign_owners(costs, ranks), ranks) <= 1.001 * load_bound(costs, ranks)
+    assert largest_load(costs, assign_owners(costs, ranks), ranks) <= 1.001 * sum(costs) / ranks
 
 
 WRONG = {
@@ -132,12 +120,11 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("asked", [assign_owners, load_bound])
 @pytest.mark.parametrize("case", WRONG)
-def test_numbers_that_make_no_sense_are_named(asked, case):
+def test_numbers_that_make_no_sense_are_named(case):
     arguments, text = WRONG[case]
     with pytest.raises(ValueError, match=text):
-        asked(*arguments)
+        assign_owners(*arguments)
 
 
 @pytest.mark.parametrize("shape", [(6, 40), (40, 6), (8, 8)])
