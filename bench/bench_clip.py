@@ -21,12 +21,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dpfuse
 from bench.baselines import Wrap
+from bench.frozen_heap import frozen_heap
 from bench.interleave import cuda_clock, interleave, paired_extra, wall_clock
 from bench.models import Workload, chain, layers
 from bench.playback import play_back, played_back, remembered
 from bench.rank_group import on_ranks
 from bench.step_time import Effort, StepTimes, affordable
-from dpfuse.commands.sweep import frozen_heap
 
 __all__ = ["AGAIN", "BASES", "VARIANTS", "time_clips"]
 

@@ -33,12 +33,12 @@ from torch.profiler import ProfilerActivity, profile
 
 import dpfuse
 from bench.baselines import BARE, Wrap, wire_wrappers, wrappers
+from bench.frozen_heap import frozen_heap
 from bench.large_models import Gpt2
 from bench.machine import describe, machine_name
 from bench.models import CUDA_MODELS, Workload, fan
 from bench.rank_group import on_ranks
 from bench.step_time import Contender, contenders_of
-from dpfuse.commands.sweep import frozen_heap
 
 __all__ = ["QUESTIONS", "Question", "main", "spans"]
 

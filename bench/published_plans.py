@@ -1,15 +1,22 @@
-"""Makes the plans of published rules on a timeline, for comparison with the optimal plan. Decides nothing."""
+"""Makes the plans of published rules on a timeline, dpfuse's among them, to compare with the best. Decides nothing."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
 
-from dpfuse.engine.plan import BucketPlan, assign_buckets, plan_buckets, rebuild_plan, size_in_bytes
+from bench.simulation import simulate
+from dpfuse.engine.plan import (
+    DEFAULT_SIZE,
+    BucketPlan,
+    BucketRule,
+    assign_buckets,
+    plan_buckets,
+    rebuild_plan,
+    size_in_bytes,
+)
 from dpfuse.model.plan_from_groups import plan_from_groups
-from dpfuse.tune.cost import CostTable
-from dpfuse.tune.simulation import simulate
-from dpfuse.tune.timeline import Timeline
+from dpfuse.tune import CostTable, Timeline
 
 __all__ = [
     "best_cap_plan",
@@ -18,6 +25,7 @@ __all__ = [
     "mg_wfbp_plan",
     "one_bucket_plan",
     "paddle_plan",
+    "ramp_plan",
     "rival_plans",
     "single_plan",
 ]
@@ -50,6 +58,20 @@ def paddle_plan(timeline: Timeline, size: float = 25, last_size: float = 1) -> B
         last_size: `last_comm_buffer_size`, in MB.
     """
     return rebuild_plan(plan_buckets(timeline.specs, size, last_size), timeline.order)
+
+
+def ramp_plan(timeline: Timeline, size: float | None = None, last_size: float = 1, *, ranks: int) -> BucketPlan:
+    """Return the buckets that dpfuse makes after its first synchronised backward, with default options.
+
+    Args:
+        timeline: when gradients are ready.
+        size: `comm_buffer_size`, in MB; None lets the rule choose, as there.
+        last_size: `last_comm_buffer_size`, in MB.
+        ranks: their number.
+    """
+    rule = BucketRule(ramp_ranks=ranks, grows=size is None)
+    plan = plan_buckets(timeline.specs, DEFAULT_SIZE if size is None else size, last_size, rule=rule)
+    return rebuild_plan(plan, timeline.order)
 
 
 def capped_plan(timeline: Timeline, size: float) -> BucketPlan:

@@ -5,7 +5,7 @@ Both are compared on backwards that were recorded, and on one of 7 B parameters 
 4: at load 1 the network needs as long for the bytes as backward takes. Each bucket also pays the start-up time of a
 collective, from 2 to 16,384 ranks, and some time of the host, which delays the gradients that follow. The regret is the
 end of the step (backward and all communication), divided by that of the best plan. Nothing is measured:
-`dpfuse.tune.simulate` computes every end.
+`bench.simulation` computes every end.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ import numpy as np
 from bench.architectures import llama_7b
 from bench.machine import describe
 from bench.nccl_model import ETHERNET, INFINIBAND, NVLINK
-from bench.published_plans import capped_plan, ddp_plan, paddle_plan
+from bench.published_plans import capped_plan, ddp_plan, paddle_plan, ramp_plan
 from bench.record_timeline import MODELS, load
+from bench.simulation import simulate
 from dpfuse import ParamSpec
-from dpfuse.commands.contenders import ramp_plan
 from dpfuse.engine.plan import MB, BucketPlan, assign_buckets
 from dpfuse.engine.ramp import ON_GPU, Ramp, ramp_limits
 from dpfuse.model.plan_from_groups import plan_from_groups
-from dpfuse.tune import CostTable, Timeline, optimal_plan, simulate
+from dpfuse.tune import CostTable, Timeline, optimal_plan
 
 SMALL = ("tiny_2000", "layers_300")
 RECORD = Path(__file__).parent / "results" / "regret.json"

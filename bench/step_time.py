@@ -18,12 +18,12 @@ from torch import nn
 from bench.baselines import BARE, Wrap
 from bench.counts import count
 from bench.equality import prove_contender
+from bench.frozen_heap import frozen_heap
 from bench.interleave import Clock, cuda_clock, host_clock, interleave, paired_extra, wall_clock
 from bench.models import Workload
 from bench.peers import backward_of
 from bench.rank_group import agreed
 from dpfuse import DataParallel, DistributedDataParallel
-from dpfuse.commands.sweep import frozen_heap
 
 __all__ = ["Contender", "Effort", "StepTimes", "affordable", "contenders_of", "time_steps"]
 

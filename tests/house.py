@@ -14,7 +14,7 @@ __all__ = ["ENTRIES", "MODULES", "ROOT", "SOURCES", "floors", "imports_of", "lay
 
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted([*(ROOT / "dpfuse").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")])
-ENTRIES = {"__main__", "bench", "launch", "distributed"}  # they only start something, or hand names on
+ENTRIES = {"__main__", "launch", "distributed"}  # they only start something, or hand names on
 PAGE = ROOT / "docs/design/architecture.md"
 PICTURE = re.compile(r"(?<=```text\n)floor .*?(?=```)", re.DOTALL)
 

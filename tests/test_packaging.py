@@ -99,7 +99,7 @@ def test_it_installs_without_network_and_imports_from_anywhere(kind, built, tree
     usage = run(environment.parent / "dpfuse-launch", "--help", cwd=tmp_path)
     assert "--nproc_per_node" in usage or "--nproc-per-node" in usage
     assert "--gpus" in usage
-    assert "plan | tune | bench | env" in run(environment.parent / "dpfuse", "--help", cwd=tmp_path)
+    assert "diff | plan | env" in run(environment.parent / "dpfuse", "--help", cwd=tmp_path)
     run(environment, "-m", "pip", "uninstall", "--quiet", "--yes", "dpfuse", cwd=tmp_path)
 
 

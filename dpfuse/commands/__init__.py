@@ -1,7 +1,6 @@
-"""The commands `dpfuse plan`, `dpfuse tune` and `dpfuse bench`; only `__main__.py` and `bench.py` import them.
+"""The command `dpfuse`, with a file for each of its commands; only `__main__.py` imports them.
 
-Read in this order: `command_line` (flags and exit codes), `user_model` (the model that a command is about), `ranks`
-(the processes on which it runs), then `plan_command`, `tune_command`, `bench_command`. A benchmark consists of
-`contenders` (what is compared), `mean_check` (gradients are right), `sweep` (timing) and `recommendation`.
-`report_folder`, `report_file` and `machine` write the report.
+Read `command_line` first: flags and exit codes. It calls the files `*_command.py`, and `doctor/`. `user_model` finds
+the model that `dpfuse plan` shows. `replacement` acts in the processes of `dpfuse run`, where `startup.py` names it.
+`machine` and `report_folder` serve reports.
 """

@@ -17,7 +17,6 @@ from dpfuse.version import __version__
 
 __all__ = ["main"]
 
-COMM_SIZES, LAST_SIZES = (1.0, 5.0, 25.0, 100.0), (0.1, 1.0)  # MB
 # How other launchers call the number of ranks.
 RANK_FLAGS = ("nproc_per_node", "nproc", "num_processes", "world_size", "gpus", "n", "np")
 
@@ -69,33 +68,18 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
         from dpfuse.commands.diff_command import diff
 
         return diff(options.one, options.other, as_json=options.json)
-    if options.command == "run":
-        from dpfuse.commands.run_command import run
+    from dpfuse.commands.run_command import run
 
-        return run(_program(options), options.ranks, {} if options.finite is None else {"check_finite": options.finite})
-    if options.command == "tune":
-        from dpfuse.commands.tune_command import tune
-
-        caps = options.comm_buffer_size, options.last_comm_buffer_size
-        place, ranks = options.model, options.nproc_per_node
-        return tune(place, ranks, options.steps, caps, options.out, arguments, save=options.save)
-    from dpfuse.commands.bench_command import Effort, bench
-
-    grid = [(comm, last) for comm in options.comm_buffer_sizes for last in options.last_comm_buffer_sizes]
-    effort = Effort(options.rounds, options.steps)
-    unused = options.find_unused_parameters
-    return bench(options.model, options.nproc_per_node, grid, effort, options.out, arguments, find_unused=unused)
+    return run(_program(options), options.ranks, {} if options.finite is None else {"check_finite": options.finite})
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="dpfuse",
-        description="Train your program with dpfuse in place of torch's DDP, examine it, and find its best buckets.",
+        description="Train your program with dpfuse in place of torch's DDP, examine it, and see its buckets.",
     )
     parser.add_argument("--version", action="version", version=__version__)
-    commands = parser.add_subparsers(
-        dest="command", required=True, metavar="run | doctor | diff | plan | tune | bench | env"
-    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="run | doctor | diff | plan | env")
     text = "run a program as it is, with dpfuse in place of torch's DDP"
     run = commands.add_parser("run", help=text, description=f"{text}.", allow_abbrev=False)
     text = "ranks to start on this machine (default: none, this process is a rank, or the program starts them)"
@@ -118,26 +102,12 @@ def _parser() -> argparse.ArgumentParser:
     for name in ("one", "other"):
         diff.add_argument(name, type=Path, metavar="FOLDER", help="a folder that DPFUSE_TRACE has named")
     diff.add_argument("--json", action="store_true", help="as JSON")
-    plan = _command(commands, "plan", "show the buckets of a model, beside those of torch's DDP; starts nothing")
+    text = "show the buckets of a model, beside those of torch's DDP; starts nothing"
+    plan = commands.add_parser("plan", help=text, description=f"{text}.", allow_abbrev=False)
+    text = "a function, importable from here, that returns the module"
+    plan.add_argument("model", metavar="module:factory", help=text)
     _flag(plan, "comm_buffer_size", _size, 25.0, "MB", "size at which a bucket is sent")
     _flag(plan, "last_comm_buffer_size", _size, 1.0, "MB", "the same for the bucket sent last")
-    tune = _command(commands, "tune", "record some backwards, find the best buckets for them, and try them")
-    _ranks_and_folder(tune)
-    _flag(tune, "steps", _at_least_one, 5, "N", "backwards to record with the old and with the new buckets")
-    _flag(tune, "comm_buffer_size", _size, float("inf"), "MB", "limit of a bucket")
-    _flag(tune, "last_comm_buffer_size", _size, float("inf"), "MB", "limit of the bucket sent last")
-    tune.add_argument("--save", type=Path, metavar="PLAN.json", help="file for the buckets, for the option plan=")
-    bench = _command(commands, "bench", "time steps over a grid of bucket sizes, beside torch's DDP")
-    _ranks_and_folder(bench)
-    _flag(bench, "comm_buffer_sizes", _sizes, COMM_SIZES, "MB,MB", "one axis of the grid")
-    _flag(bench, "last_comm_buffer_sizes", _sizes, LAST_SIZES, "MB,MB", "the other axis")
-    _flag(bench, "rounds", _at_least_one, 7, "N", "rounds, in which every contender has one turn, in random order")
-    _flag(bench, "steps", _at_least_one, 10, "N", "timed steps per turn")
-    bench.add_argument(
-        *_spellings("find_unused_parameters"),
-        action="store_true",
-        help="tell torch's DDP that some parameters get no gradient",
-    )
     text = "print machine and versions, for the report of a bug; starts nothing"
     env = commands.add_parser("env", help=text, description=f"{text}.", allow_abbrev=False)
     env.add_argument("--json", action="store_true", help="as JSON")
@@ -172,28 +142,10 @@ def _program(options: argparse.Namespace) -> Any:
     return Program(options.program, tuple(options.arguments), kind)
 
 
-def _command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=f"{text}.", allow_abbrev=False)
-    parser.add_argument(
-        "model",
-        metavar="module:factory",
-        help="a function, importable from here, that returns (module, loss); loss(model) runs it to a scalar",
-    )
-    return parser
-
-
-def _ranks_and_folder(parser: argparse.ArgumentParser) -> None:
-    text = "ranks to start (default: one per GPU, without GPUs 2); in a job that a launcher started, its ranks are used"
-    parser.add_argument(*_spellings("nproc_per_node"), type=_at_least_one, metavar="N", help=text)
-    folder = Path(f"{parser.prog.replace(' ', '-')}")
-    _flag(parser, "out", Path, folder, "DIR", "folder for the report")
-
-
 def _flag(
     parser: argparse.ArgumentParser, name: str, kind: Callable[[str], Any], default: Any, metavar: str, text: str
 ) -> None:
-    shown = ",".join(f"{size:g}" for size in default) if isinstance(default, tuple) else default
-    text = f"{text} (default: {shown})"
+    text = f"{text} (default: {default})"
     parser.add_argument(*_spellings(name), type=kind, default=default, metavar=metavar, help=text)
 
 
@@ -211,10 +163,6 @@ def _size(text: str) -> float:
             f"got {text!r}, expected MB from 0 on, such as 25 or 0.5 (0 sends each gradient alone, inf all together)"
         ) from None
     return size
-
-
-def _sizes(text: str) -> tuple[float, ...]:
-    return tuple(map(_size, text.split(",")))
 
 
 def _at_least_one(text: str) -> int:

@@ -11,14 +11,8 @@ DDP_CAPS = (1, 25)  # MB: DDP's first bucket, and all others
 
 
 def show_plan(place: str, comm_buffer_size: float, last_comm_buffer_size: float) -> int:
-    """Print both plans of a model.
-
-    Args:
-        place: `module:factory`.
-        comm_buffer_size: MB.
-        last_comm_buffer_size: MB.
-    """
-    module = build(place, needs_loss=False).module
+    """Print both plans of the model at `place`; sizes are in MB."""
+    module = build(place)
     plan = plan_buckets(module, comm_buffer_size, last_comm_buffer_size)
     ddp = plan_buckets(module, max(DDP_CAPS), max(DDP_CAPS), rule=BucketRule(tuple(cap * MB for cap in DDP_CAPS)))
     print(

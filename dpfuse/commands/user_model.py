@@ -1,4 +1,4 @@
-"""A user's own model and loss, given as `module:factory`. Knows no process group."""
+"""A user's own model, given as `module:factory`. Knows no process group."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
@@ -22,42 +20,7 @@ import dpfuse
 from dpfuse.engine.user_line import INSIDE
 from dpfuse.errors import DPFuseError
 
-__all__ = ["Loss", "Target", "build", "find_factory"]
-
-Loss = Callable[[nn.Module], Tensor]
-
-
-@dataclass(frozen=True)
-class Target:
-    """The result of a factory, checked.
-
-    Args:
-        place: `module:factory`.
-        module: has a parameter to train.
-        loss: runs the module, or a wrapper around it, on one batch, and returns a scalar.
-    """
-
-    place: str
-    module: nn.Module
-    loss: Loss
-
-    def backward(self, model: nn.Module) -> None:
-        """Run one forward and backward of the module, or of a wrapper around it."""
-        with _user_code(self.place, "the loss"):
-            value = self.loss(model)
-        if not (isinstance(value, Tensor) and value.numel() == 1 and value.requires_grad):
-            raise DPFuseError(
-                f"the loss of {self.place} returned {_in_words(value)}; expected a scalar tensor with a gradient, "
-                "computed by the model that it is called with, such as `lambda model: model(batch).square().mean()`"
-            )
-        with _user_code(self.place, "backward() of the loss"):
-            value.backward()
-
-    def step(self, model: nn.Module) -> None:
-        """Run one forward and backward, then set the gradients to None; nothing is trained."""
-        self.backward(model)
-        for param in self.module.parameters():
-            param.grad = None
+__all__ = ["build", "find_factory"]
 
 
 def find_factory(place: str) -> Callable[[], Any]:
@@ -100,26 +63,20 @@ def find_factory(place: str) -> Callable[[], Any]:
         raise DPFuseError(f"{place}: module {name!r} has no {function!r}{hint or '; expected a function'}")
     if not callable(factory):
         raise DPFuseError(
-            f"{place} is of type {type(factory).__name__}; expected a function without arguments that returns "
-            "(module, loss)"
+            f"{place} is of type {type(factory).__name__}; expected a function without arguments that returns a module"
         )
     return factory  # type: ignore[no-any-return]
 
 
-def build(place: str, device: torch.device | str = "cpu", *, needs_loss: bool = True) -> Target:
-    """Call the factory and check its result.
-
-    Args:
-        place: `module:factory`.
-        device: of the tensors for which the factory names none.
-        needs_loss: False accepts a module alone.
+def build(place: str) -> nn.Module:
+    """Call the factory and check its result. Of a tuple, such as a module with its loss, take the first part.
 
     Raises:
         DPFuseError: there is no such factory, it needs arguments or raises, or its result is something else.
 
     Example:
         >>> from dpfuse.commands.user_model import build
-        >>> build("torch.nn:PReLU", needs_loss=False).module
+        >>> build("torch.nn:PReLU")
         PReLU(num_parameters=1)
     """
     factory = find_factory(place)
@@ -128,21 +85,11 @@ def build(place: str, device: torch.device | str = "cpu", *, needs_loss: bool = 
             f"{place} needs the arguments {', '.join(missing)}; expected a function without arguments. Give them "
             "defaults, or wrap it in a function that passes them"
         )
-    with _user_code(place, "the factory"), torch.device(device):
+    with _user_code(place, "the factory"):
         made = factory()
-    module, loss = made if isinstance(made, (tuple, list)) and len(made) == 2 else (made, None)
+    module = made[0] if isinstance(made, tuple) and made else made
     if not isinstance(module, nn.Module):
-        raise DPFuseError(f"{place} returned {_in_words(made)}; expected (module, loss) with a torch.nn.Module")
-    if loss is None and needs_loss:
-        raise DPFuseError(
-            f"{place} returned no loss, only a {type(module).__name__}; expected (module, loss), where loss(model) "
-            "runs the model on one batch and returns a scalar"
-        )
-    if loss is not None and not callable(loss):
-        raise DPFuseError(
-            f"{place} returned a loss of type {type(loss).__name__}; expected a function that takes the model and "
-            "returns a scalar, such as `lambda model: model(batch).square().mean()`"
-        )
+        raise DPFuseError(f"{place} returned a module of type {type(module).__name__}; expected a torch.nn.Module")
     lazy = next((name for name, param in module.named_parameters() if is_lazy(param)), None)
     if lazy is not None:
         raise DPFuseError(f"{place}: parameter {lazy!r} has no shape yet; expected the model after a first forward")
@@ -153,7 +100,7 @@ def build(place: str, device: torch.device | str = "cpu", *, needs_loss: bool = 
             f"{place}: the {type(module).__name__} has no parameter with requires_grad=True; expected something to "
             "train"
         )
-    return Target(place, module, loss or _no_loss)
+    return module
 
 
 @contextmanager
@@ -179,15 +126,3 @@ def _required(factory: Callable[..., Any]) -> list[str]:
         return []
     fixed = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [each.name for each in parameters if each.default is each.empty and each.kind not in fixed]
-
-
-def _in_words(value: object) -> str:
-    if isinstance(value, (tuple, list)):
-        return f"({', '.join(map(_in_words, value))})"
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)}{'' if value.requires_grad else ' without gradient'}"
-    return type(value).__name__
-
-
-def _no_loss(model: nn.Module) -> Tensor:
-    raise AssertionError("only a plan was asked for")

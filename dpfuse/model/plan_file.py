@@ -16,11 +16,11 @@ from dpfuse.model.plan_from_groups import plan_from_groups
 __all__ = ["RULES", "fitted", "given_plan", "load_plan", "plan_digest"]
 
 RULES = ("ramp", "greedy", "auto")  # what a user can name in place of a plan; "auto" begins as "ramp"
-REMEDY = "Make the file again with plan.save() or `dpfuse tune --save`"
+REMEDY = "Make the file again with plan.save()"
 
 
 def load_plan(path: str | os.PathLike[str]) -> BucketPlan:
-    """Read a plan that `BucketPlan.save` or `dpfuse tune --save` wrote. Nothing in the file is executed.
+    """Read a plan that `BucketPlan.save` wrote. Nothing in the file is executed.
 
     Args:
         path: the file.

@@ -20,13 +20,14 @@ from bench.published_plans import (
     mg_wfbp_plan,
     one_bucket_plan,
     paddle_plan,
+    ramp_plan,
     rival_plans,
     single_plan,
 )
 from bench.record_timeline import load
 from bench.regret import on_gpu
-from dpfuse.commands.contenders import ramp_plan
-from dpfuse.tune import CostTable, Timeline, optimal_plan, simulate
+from bench.simulation import simulate
+from dpfuse.tune import CostTable, Timeline, optimal_plan
 from tests.docs.pages import ROOT
 
 MIB = 1 << 20

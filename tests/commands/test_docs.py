@@ -12,7 +12,7 @@ from tests.docs.pages import ROOT, blocks_of, pages
 
 PAGE = ROOT / "docs" / "reference" / "commands.md"
 TRY_IT = ROOT / "docs" / "start" / "try_it.md"
-DOORS = {"dpfuse ": [], "python -m dpfuse ": [], "python -m dpfuse.bench ": ["bench"]}
+DOORS = ("dpfuse ", "python -m dpfuse ")
 
 
 def commands(page):
@@ -25,7 +25,7 @@ def commands(page):
             shown = block.language == "bash" or line.startswith("$ ")  # and not the output of a command
             door = next((door for door in DOORS if shown and words.startswith(door)), None)
             if door is not None:
-                found = [*DOORS[door], *shlex.split(words.removeprefix(door))], []
+                found = shlex.split(words.removeprefix(door)), []
                 yield found
             elif found is not None:
                 found[1].append(line)

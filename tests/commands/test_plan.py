@@ -27,8 +27,8 @@ def test_it_prints_the_plan_and_ddps(capsys):
     )
 
 
-def test_a_module_alone_is_enough(capsys):
-    assert main(["plan", f"{PLACE}:alone"]) == 0
+def test_without_sizes_they_are_those_of_the_wrapper(capsys):
+    assert main(["plan", f"{PLACE}:build"]) == 0
     assert "dpfuse, 25 MB, the last 1 MB: 1 bucket\n" in capsys.readouterr().out
 
 
@@ -49,13 +49,12 @@ def test_a_bad_model_is_one_line_and_exit_code_1(capsys, name):
         (["plan"], "module:factory"),
         (["plan", "a:b", "--comm_buffer_size", "-1"], "got '-1', expected MB from 0 on"),
         (["plan", "a:b", "--last_comm_buffer_size", "nan"], "got 'nan', expected MB from 0 on"),
-        (["tune", "a:b", "--comm_buffer_size", "x"], "got 'x', expected MB from 0 on"),
-        (["tune", "a:b", "--steps", "0"], "got '0', expected a whole number from 1 on"),
-        (["tune", "a:b", "--step", "2"], "unrecognized arguments"),
-        (["bench", "a:b", "--comm_buffer_sizes", "1,-2"], "got '-2', expected MB from 0 on"),
-        (["bench", "a:b", "--last-comm-buffer-sizes", "1,"], "got '', expected MB from 0 on"),
-        (["bench", "a:b", "--nproc_per_node", "0"], "got '0', expected a whole number from 1 on"),
-        (["bench", "a:b", "--rounds", "-1"], "got '-1', expected a whole number from 1 on"),
+        (["plan", "a:b", "--comm_buffer_size", "x"], "got 'x', expected MB from 0 on"),
+        (["plan", "a:b", "--comm_buffer", "2"], "unrecognized arguments"),
+        (["tune", "a:b"], "invalid choice"),
+        (["bench", "a:b"], "invalid choice"),
+        (["doctor", "--steps", "0", "train.py"], "got '0', expected a whole number from 1 on"),
+        (["doctor", "--steps", "-1", "train.py"], "got '-1', expected a whole number from 1 on"),
     ],
 )
 def test_a_wrong_command_line_is_exit_code_2(capsys, arguments, text):

@@ -21,7 +21,6 @@ WITH_FILES = (
     "move/from_ddp",
     "move/from_paddle",
     "start/first_training",
-    "train/buckets",
     "train/gradients",
     "train/launch",
 )  # pages of which a reader saves files: see tutorials.py
