@@ -8,7 +8,7 @@ buckets of the peers' published rules. The planner and the rules use a backward 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from itertools import product
@@ -29,10 +29,12 @@ from bench.network import Cost, Network, simulated_network
 from bench.peer_rules import PEER_RULES
 from bench.peers import backward_of, peers
 from bench.playback import play_back, played_back, remembered
+from bench.send_recorder import SendRecorder
+from bench.simulation import simulate
 from bench.step_time import Effort, StepTimes
 from dpfuse.engine.plan import BucketPlan
-from dpfuse.tune import CostTable, Schedule, Timeline, optimal_plan, simulate
-from dpfuse.tune.recorder import BackwardRecorder
+from dpfuse.tune import CostTable, Timeline, optimal_plan
+from dpfuse.tune.recorder import timeline_of
 
 PLANNED = "dpfuse planned"
 UNSENT = "dpfuse planned, nothing sent"
@@ -107,11 +109,11 @@ class _Grid:
             contender.prove(name)
         unsent = self._contenders[UNSENT]
         sync = unsent.wrapped._sync
-        self._recorder = BackwardRecorder(len(sync.grads.plan.specs), on_cuda=device == "cuda")
+        self._recorder = SendRecorder(len(sync.grads.plan.specs), on_cuda=device == "cuda")
         sync.grads.record(self._recorder)
         for _ in range(RECORDED):
             unsent.step(network, None)
-        self._timeline = self._recorder.timeline(sync.grads.plan, self._network)
+        self._timeline = timeline_of(self._recorder.gather(self._network), sync.grads.plan)
 
     def time(self, latency: float, load: float, effort: Effort) -> dict[str, dict[str, Any]]:
         """Plan for this network, and time all contenders in it.
@@ -143,8 +145,8 @@ class _Grid:
         self._recorder.restart(len(plan.specs))
         times = [interleave(steps, self._clock, rounds=rounds, warmup=1, seed=seed) for seed in range(effort.rebuilds)]
         # Recorded in the same rounds, these backwards have the same load of the machine, but no network.
-        recorded = self._recorder.timeline(plan, self._network)
-        packed = _packed(recorded, plan, self._recorder.schedule(plan))
+        recorded = timeline_of(self._recorder.gather(self._network), plan)
+        packed = _packed(recorded, plan, self._recorder.sent())
         results = {name: _summary(name, times) for name in steps}
         results[PLANNED] |= {
             "buckets": len(plan.buckets),
@@ -177,13 +179,13 @@ def time_cells(cells: Iterable[str], effort: Effort, device: str) -> dict[str, d
         return {cell: grid.time(*CELLS[cell], effort) for cell in cells}
 
 
-def _packed(timeline: Timeline, plan: BucketPlan, schedule: Schedule) -> Timeline:
+def _packed(timeline: Timeline, plan: BucketPlan, sent: Sequence[float]) -> Timeline:
     """Return the same backward with the time for packing: gradients are ready when their bucket is sent."""
-    sent = [0.0] * len(plan.specs)
-    for bucket, times in zip(plan.buckets, schedule.buckets, strict=True):
+    ready = [0.0] * len(plan.specs)
+    for bucket, second in zip(plan.buckets, sent, strict=True):
         for index in bucket.params:
-            sent[index] = times.sent
-    return Timeline(timeline.specs, tuple(sent), max(sent))
+            ready[index] = second
+    return Timeline(timeline.specs, tuple(ready), max(ready))
 
 
 def _clock(step: Callable[[], object]) -> tuple[float, float]:

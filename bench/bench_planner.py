@@ -6,7 +6,6 @@ on several networks (simulated, not measured). "N gradients" is the CPU time to 
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -21,10 +20,11 @@ import dpfuse
 from bench.nccl_model import ETHERNET, INFINIBAND, NVLINK
 from bench.playback import play_back, played_back, remembered
 from bench.published_plans import rival_plans
-from bench.record_timeline import FOLDER
+from bench.record_timeline import load as load_recorded
+from bench.simulation import simulate
 from bench.size_list import SIZE_LISTS, load
 from dpfuse.engine.plan import BucketPlan
-from dpfuse.tune import CostTable, Timeline, optimal_plan, simulate
+from dpfuse.tune import CostTable, Timeline, optimal_plan
 
 EXACT = "exact planner"
 RIVALS = (
@@ -116,9 +116,8 @@ def _problems(case: str, quick: bool) -> list[Problem]:
         return [_random_problem(rng, int(rng.integers(11, 300)), 1) for _ in range(10 if quick else 200)]
     networks = [NVLINK.cost(8), INFINIBAND.cost(64), INFINIBAND.cost(1024), ETHERNET.cost(16), ETHERNET.cost(128)]
     if case == RECORDED:
-        found = json.loads((FOLDER / "resnet50-cpu2.json").read_text())
-        timeline = Timeline.from_json(found["timeline"])
-        networks.append(CostTable.from_json(found["cost"]))
+        timeline, measured = load_recorded("resnet50")
+        networks.append(measured)
     else:
         specs = [dpfuse.ParamSpec(name, shape, "float32") for name, shape in load(case)]
         timeline = Timeline.synthetic(specs, BACKWARD)

@@ -20,6 +20,7 @@ import dpfuse
 from bench.large_models import BertLarge, Gpt2, ResNet50, VitLarge
 from bench.models import tiny_2000
 from bench.rank_group import on_ranks
+from dpfuse.tune import CostTable, Timeline
 
 __all__ = ["FOLDER", "MODELS", "load", "record"]
 
@@ -65,10 +66,17 @@ MODELS: dict[str, Callable[[], Training]] = {
 }
 
 
-def load(name: str) -> tuple[dpfuse.tune.Timeline, dpfuse.tune.CostTable]:
+def load(name: str) -> tuple[Timeline, CostTable]:
     """Return the recorded backward of one of `MODELS`, and the cost of all-reduces on the machine that recorded it."""
     found = json.loads((FOLDER / f"{name}-cpu2.json").read_text())
-    return dpfuse.tune.Timeline.from_json(found["timeline"]), dpfuse.tune.CostTable.from_json(found["cost"])
+    recorded, cost = found["timeline"], found["cost"]
+    specs = tuple(
+        dpfuse.ParamSpec(row["name"], tuple(row["shape"]), row["dtype"], row["device"], row["sparse"])
+        for row in recorded["params"]
+    )
+    ready = tuple(row["ready"] for row in recorded["params"])
+    timeline = Timeline(specs, ready, recorded["backward_end"], recorded["wire_dtype"])
+    return timeline, CostTable(tuple(cost["sizes"]), tuple(cost["seconds"]))
 
 
 def record(name: str) -> dict[str, Any]:
@@ -84,7 +92,26 @@ def record(name: str) -> dict[str, Any]:
         optimizer.zero_grad()
     if tuning.timeline is None or tuning.cost is None:
         raise RuntimeError(tuning.explain())
-    return {"timeline": tuning.timeline.to_json(), "cost": tuning.cost.to_json()}
+    return _as_json(tuning.timeline, tuning.cost)
+
+
+def _as_json(timeline: Timeline, cost: CostTable) -> dict[str, Any]:
+    """Return what `load` reads."""
+    params = [
+        {
+            "name": spec.name,
+            "shape": list(spec.shape),
+            "dtype": spec.dtype,
+            "device": spec.device,
+            "sparse": spec.sparse,
+            "ready": ready,
+        }
+        for spec, ready in zip(timeline.specs, timeline.ready, strict=True)
+    ]
+    return {
+        "timeline": {"backward_end": timeline.backward_end, "wire_dtype": timeline.wire_dtype, "params": params},
+        "cost": {"sizes": cost.sizes, "seconds": cost.seconds},
+    }
 
 
 def main(names: list[str]) -> None:

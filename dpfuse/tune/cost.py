@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, overload
+from typing import overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 __all__ = ["CostTable", "Floats"]
 
 Floats = NDArray[np.float64]
-FORMAT = "dpfuse cost table 1"
 FAR = 2.0**62  # bytes; the last line of a table is extended up to here
 DRAWN = 2.0**30  # bytes; the second point of a straight line
 
@@ -121,30 +120,9 @@ class CostTable:
         times = np.interp(nbytes, *self._knots)
         return times if isinstance(nbytes, np.ndarray) else float(times)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the table as an object for `json.dump`."""
-        return {"format": FORMAT, "sizes": list(self.sizes), "seconds": list(self.seconds)}
-
-    @classmethod
-    def from_json(cls, data: Any) -> CostTable:
-        """Return the table from the result of `to_json`.
-
-        Raises:
-            ValueError: `data` is something else.
-        """
-        if not isinstance(data, dict) or data.get("format") != FORMAT:
-            raise ValueError(f"expected a JSON object with format {FORMAT!r}; is this a result of CostTable.to_json?")
-        return cls(tuple(data["sizes"]), tuple(data["seconds"]))
-
-    @cached_property
-    def _points(self) -> tuple[Floats, Floats]:
-        """The points of the table, at least two."""
-        sizes, seconds = np.array(self.sizes), np.array(self.seconds)
-        return (sizes, seconds) if len(sizes) > 1 else (np.append(sizes, sizes + DRAWN), np.repeat(seconds, 2))
-
     @cached_property
     def _knots(self) -> tuple[Floats, Floats]:
         """The points and one more at FAR, because `np.interp` is constant beyond the last point."""
-        sizes, seconds = self._points
-        slope = (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2])
+        sizes, seconds = np.array(self.sizes), np.array(self.seconds)
+        slope = (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2]) if len(sizes) > 1 else 0.0
         return np.append(sizes, FAR), np.append(seconds, seconds[-1] + slope * (FAR - sizes[-1]))

@@ -60,9 +60,6 @@ def optimal_plan(
         margin: fraction of its expected time by which each bucket may be slower and stay hidden. The planner keeps this
             margin where it costs nothing. 0 gives fewer buckets, which are exposed sooner.
 
-    Returns:
-        The plan; `simulate(timeline, plan, cost)` shows its expected times.
-
     Raises:
         TypeError, ValueError: A limit or the margin is no number, negative or NaN.
 

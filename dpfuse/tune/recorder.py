@@ -1,11 +1,10 @@
-"""Records when gradients are ready and buckets are sent and land in real backwards. Does not change a backward."""
+"""Records when gradients are ready in real backwards. Does not change a backward."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -13,17 +12,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch import Tensor
 
 from dpfuse.comm import collective
-from dpfuse.comm.completion import call_when_landed
-from dpfuse.comm.waiting import NO_LIMIT
 from dpfuse.engine import listening
 from dpfuse.engine.averaging import UNCHANGED, Wire
 from dpfuse.engine.feature import Engine
 from dpfuse.engine.plan import BucketPlan
 from dpfuse.errors import DPFuseError
-from dpfuse.tune.simulation import Schedule, schedule_of
 from dpfuse.tune.timeline import Timeline
 
 __all__ = ["BackwardRecorder", "timeline_of"]
@@ -37,40 +32,28 @@ class _Backward:
     begin: Stamp
     ready: dict[int, Stamp] = field(default_factory=dict)  # by parameter; the last time if it fired several times
     end: Stamp = None
-    sent: list[Stamp] = field(default_factory=list)
-    landed: dict[int, Stamp] = field(default_factory=dict)  # by place in `sent`
-    waited: int = 0  # number of them that were waited for
     delivered: Stamp = None  # all gradients are averaged
 
 
 class BackwardRecorder(listening.ReadyRecorder):
-    """Records when a backward begins and ends, when gradients are ready, and how buckets travel.
+    """Records when a backward begins and ends, when gradients are ready, and when all of them are averaged.
 
     On CUDA it records events, and waits for them only when the times are read.
 
     Args:
         count: number of parameters.
         on_cuda: whether gradients are on a GPU.
-        skip: number of synchronised backwards to leave out. The first one sends all buckets at its end, for example.
         after: called after each recorded backward, on all ranks.
     """
 
     _engine: Engine
 
-    def __init__(
-        self,
-        count: int,
-        *,
-        on_cuda: bool,
-        skip: int = 0,
-        after: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, count: int, *, on_cuda: bool, after: Callable[[], None] = lambda: None) -> None:
         self._count = count
         self._on_cuda = on_cuda
-        self._skip = skip
+        self._skip = 0
         self._after = after
         self._backward: _Backward | None = None
-        self._side: torch.cuda.Stream | None = None
         self._backwards: list[_Backward | None] = []  # None: a backward of other ranks that this rank shadowed
 
     @property
@@ -79,7 +62,12 @@ class BackwardRecorder(listening.ReadyRecorder):
         return len(self._backwards)
 
     def restart(self, count: int, *, skip: int = 0) -> None:
-        """Forget all records. From now on there are `count` parameters."""
+        """Forget all records. From now on there are `count` parameters.
+
+        Args:
+            count: number of parameters.
+            skip: synchronised backwards to leave out. The first one sends all buckets at its end, for example.
+        """
         self._count, self._skip = count, skip
         self._backwards.clear()
 
@@ -113,36 +101,6 @@ class BackwardRecorder(listening.ReadyRecorder):
         backward.delivered = self._now()
         self._keep(backward)
 
-    def bucket_sent(self, tensors: Sequence[Tensor], work: dist.Work, *, is_last: bool) -> None:
-        """Record that a bucket was sent."""
-        if (backward := self._backward) is None:
-            return
-        place = len(backward.sent)
-        backward.sent.append(self._now())
-        if self._on_cuda:
-            self._side = self._side or torch.cuda.Stream()
-            with torch.cuda.stream(self._side):
-                work.wait(NO_LIMIT)
-                backward.landed[place] = self._now()
-        else:
-            call_when_landed(work, lambda: backward.landed.setdefault(place, perf_counter()))
-
-    def bucket_landed(self) -> None:
-        """Record that the bucket has landed."""
-        if (backward := self._backward) is not None:
-            # Another thread records when the bucket lands, and may not have done so yet.
-            if not self._on_cuda:
-                backward.landed.setdefault(backward.waited, perf_counter())
-            backward.waited += 1
-
-    def timeline(self, plan: BucketPlan, group: dist.ProcessGroup, wire: Wire = UNCHANGED) -> Timeline:
-        """Return the typical backward of all ranks. Call it on all ranks; the result is the same on each.
-
-        Raises:
-            DPFuseError: The ranks recorded different numbers of backwards, or none.
-        """
-        return timeline_of(self.gather(group), plan, wire)
-
     def gather(self, group: dist.ProcessGroup) -> Times:
         """Return the seconds of all ranks, [steps, ranks, parameters + 2].
 
@@ -161,26 +119,6 @@ class BackwardRecorder(listening.ReadyRecorder):
         ours = torch.tensor(self._rows(), dtype=torch.float64, device=device)
         times: Times = torch.stack(collective.all_gather(ours, group), dim=1).cpu().numpy()
         return times[~np.isnan(times[:, :, -1]).any(axis=1)]
-
-    def schedule(self, plan: BucketPlan, wire: Wire = UNCHANGED) -> Schedule:
-        """Return the typical schedule of this rank's buckets, for comparison with a simulated one.
-
-        `sent` is the time at which the process group got the bucket. The group may still have been busy then.
-
-        Raises:
-            DPFuseError: There are no records, or there was not one collective per bucket of `plan`.
-        """
-        own = [one for one in self._backwards if one is not None]
-        if not own or any(len(one.landed) != len(plan.buckets) for one in own):
-            raise DPFuseError(
-                f"expected records of {len(plan.buckets)} collectives in each backward, one per bucket, got "
-                f"{[len(one.landed) for one in own]}; sparse gradients and communication hooks use other collectives"
-            )
-        timeline = timeline_of(np.asarray([[self._row(one)] for one in own]), plan, wire)
-        orders = range(len(plan.buckets))
-        sent = [median(self._seconds(one.begin, one.sent[order]) for one in own) for order in orders]
-        landed = [median(self._seconds(one.begin, one.landed[order]) for one in own) for order in orders]
-        return schedule_of(timeline, plan, sent, landed)
 
     def _rows(self) -> list[list[float]]:
         return [[math.nan] * (self._count + 2) if one is None else self._row(one) for one in self._backwards]

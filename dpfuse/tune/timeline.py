@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -16,8 +13,6 @@ from numpy.typing import ArrayLike
 from dpfuse.engine.param_spec import ITEM_SIZE, ParamSpec
 
 __all__ = ["Timeline"]
-
-FORMAT = "dpfuse timeline 1"
 
 
 @dataclass(frozen=True)
@@ -156,47 +151,3 @@ class Timeline:
     def order(self) -> tuple[int, ...]:
         """Parameter indices in the order of their ready times; at equal times the last registered comes first."""
         return tuple(sorted(range(len(self.specs)), key=lambda index: (self.ready[index], -index)))
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the timeline as an object for `json.dump`."""
-        return {
-            "format": FORMAT,
-            "backward_end": self.backward_end,
-            "wire_dtype": self.wire_dtype,
-            "params": [
-                {
-                    "name": spec.name,
-                    "shape": list(spec.shape),
-                    "dtype": spec.dtype,
-                    "device": spec.device,
-                    "sparse": spec.sparse,
-                    "ready": ready,
-                }
-                for spec, ready in zip(self.specs, self.ready, strict=True)
-            ],
-        }
-
-    @classmethod
-    def from_json(cls, data: Any) -> Timeline:
-        """Return the timeline from the result of `to_json`.
-
-        Raises:
-            ValueError: `data` is something else.
-        """
-        if not isinstance(data, dict) or data.get("format") != FORMAT:
-            raise ValueError(f"expected a JSON object with format {FORMAT!r}; is this a file that Timeline.save wrote?")
-        specs = [
-            ParamSpec(row["name"], tuple(row["shape"]), row["dtype"], row["device"], row["sparse"])
-            for row in data["params"]
-        ]
-        ready = tuple(row["ready"] for row in data["params"])
-        return cls(tuple(specs), ready, data["backward_end"], data["wire_dtype"])
-
-    def save(self, path: str | Path) -> None:
-        """Write the timeline to a JSON file."""
-        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
-
-    @classmethod
-    def load(cls, path: str | Path) -> Timeline:
-        """Read a timeline from a file that `save` wrote."""
-        return cls.from_json(json.loads(Path(path).read_text(encoding="utf-8")))

@@ -20,7 +20,6 @@ from dpfuse.tune.cost import CostTable
 from dpfuse.tune.measure import SIZES, measure_all_reduce
 from dpfuse.tune.planner import optimal_plan
 from dpfuse.tune.recorder import BackwardRecorder, timeline_of
-from dpfuse.tune.simulation import Schedule, simulate
 from dpfuse.tune.timeline import Timeline
 from dpfuse.wrapper import SyncedModule, check_wrapped
 
@@ -78,9 +77,6 @@ class Tuning:
         old_plan: the buckets while the first times were recorded.
         plan: the new buckets.
         before, after: recorded seconds with the old and with the new buckets.
-        old: the recorded schedule of the old buckets on this rank; None with sparse gradients.
-        expected: the simulated schedule of the new buckets.
-        new: the recorded schedule of the new buckets, as for `old`.
     """
 
     def __init__(self) -> None:
@@ -93,28 +89,17 @@ class Tuning:
         self.plan: BucketPlan | None = None
         self.before: RecordedTimes | None = None
         self.after: RecordedTimes | None = None
-        self.old: Schedule | None = None
-        self.expected: Schedule | None = None
-        self.new: Schedule | None = None
 
     def explain(self) -> str:
-        """Return the recorded and the expected times, as text with tables."""
+        """Return the recorded times and what became of the new buckets, as lines of text."""
         if self.error:
             return f"nothing was changed: {self.error}"
-        if self.before is None or self.expected is None:
+        if self.before is None:
             return "there are no records yet: train for a few more steps"
         lines = [f"before: {self.before.explain()}"]
         if self.after is not None:
             lines.append(f"after:  {self.after.explain()}")
-        lines += [MEANING, self._outcome()]
-        own = "this rank's medians; its waits for slower ranks are exposed time, too"
-        tables = {
-            f"before, recorded ({own})": self.old,
-            "after, predicted (no rank waits for another)": self.expected,
-            f"after, recorded ({own})": self.new,
-        }
-        lines += [f"\n{title}\n{table.explain()}" for title, table in tables.items() if table is not None]
-        return "\n".join(lines)
+        return "\n".join([*lines, MEANING, self._outcome()])
 
     def _outcome(self) -> str:
         if not self.done:
@@ -241,10 +226,8 @@ class _Tuner:
         timeline = timeline_of(times, old, self._wire)
         cost = self._cost or measure_all_reduce(group, _sizes_for(sum(timeline.nbytes)))
         plan = self._planned_on_rank_0(timeline, cost)
-        expected = votes.agree_on_success(lambda: simulate(timeline, plan, cost), group, "autotune")
         tuning.timeline, tuning.cost, tuning.old_plan, tuning.plan = timeline, cost, old, plan
-        tuning.before, tuning.expected = RecordedTimes.of(times), expected
-        tuning.old = self._schedule()
+        tuning.before = RecordedTimes.of(times)
         if plan.layout == old.layout:
             self._end(kept=False)
             return
@@ -256,7 +239,6 @@ class _Tuner:
         assert self._old is not None
         assert self.tuning.before is not None
         self.tuning.after = RecordedTimes.of(times)
-        self.tuning.new = self._schedule()
         worse = self.tuning.after.worse_than(self.tuning.before)
         if worse:
             self._grads.use_plan(self._old)
@@ -285,12 +267,6 @@ class _Tuner:
         for index, number in enumerate(numbers.tolist()):
             groups[number].append(index)
         return plan_from_groups(timeline.specs, groups, comm_buffer_size=caps[0], last_comm_buffer_size=caps[1])
-
-    def _schedule(self) -> Schedule | None:
-        """Return the recorded schedule; None with sparse gradients, which need several collectives per bucket."""
-        if any(spec.sparse for spec in self._grads.plan.specs):
-            return None
-        return self._recorder.schedule(self._grads.plan, self._wire)
 
 
 def _sizes_for(nbytes: int) -> list[int]:

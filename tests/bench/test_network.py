@@ -133,7 +133,7 @@ def test_autotune_finds_the_buckets_for_the_link():
         tuning = dpfuse.autotune(model, steps=2, cost=network.cost)
         while not tuning.done:
             model(x).sum().backward()
-        assert len(tuning.old.buckets) == 4
+        assert len(tuning.old_plan.buckets) == 4
         assert (tuning.error, tuning.kept, len(model.bucket_plan.buckets)) == ("", True, 1)
 
 

@@ -12,7 +12,8 @@ from bench.bench_planner import EXACT, RECORDED, _beside_rivals, _brute_force, _
 from bench.goals import Entry, judge
 from bench.published_plans import ddp_plan, single_plan
 from bench.record_timeline import MODELS, load
-from dpfuse.tune import CostTable, Timeline, optimal_plan, simulate
+from bench.simulation import simulate
+from dpfuse.tune import CostTable, Timeline, optimal_plan
 
 
 def entries(case: str, measured: dict[str, Any]) -> list[Entry]:

@@ -80,10 +80,3 @@ def test_measurements_and_lines_are_checked():
     for latency, bandwidth in ((-1.0, 1.0), (1.0, 0.0), (math.nan, 1.0)):
         with pytest.raises(ValueError, match="bandwidth > 0"):
             CostTable.affine(latency, bandwidth)
-
-
-def test_json_gives_back_the_table():
-    cost = CostTable([1, 2.5], [0.1 + 0.2, 4])
-    assert CostTable.from_json(cost.to_json()) == cost
-    with pytest.raises(ValueError, match="dpfuse cost table 1"):
-        CostTable.from_json({})

@@ -10,7 +10,8 @@ import pytest
 
 import dpfuse
 from bench.published_plans import rival_plans
-from dpfuse.tune import CostTable, Timeline, optimal_plan, plan_from_groups, planner, simulate
+from bench.simulation import simulate
+from dpfuse.tune import CostTable, Timeline, optimal_plan, plan_from_groups, planner
 
 EQUAL = 1e-11  # relative; sums of the same numbers in another order
 

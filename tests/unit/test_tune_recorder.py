@@ -12,7 +12,7 @@ import dpfuse
 from dpfuse.engine.autograd import BackwardWatch, ReadyHooks
 from dpfuse.engine.averaging import Wire
 from dpfuse.errors import DPFuseError
-from dpfuse.tune.recorder import BackwardRecorder
+from dpfuse.tune.recorder import BackwardRecorder, timeline_of
 
 PAUSE = 0.02  # seconds
 
@@ -40,19 +40,12 @@ class Layers(torch.nn.Module):
 
 
 class Listener:
-    """Sends two buckets, one when the second parameter is ready and one at the end, as a reducer would."""
+    """Tells the recorder of a backward, as a reducer would."""
 
-    def __init__(self, group, synchronises=True):
+    def __init__(self, synchronises=True):
         self.calls = []
-        self.group = group
         self.synchronises = synchronises
         self.recorder = None
-
-    def send(self, is_last):
-        flat = torch.zeros(4)
-        work = self.group.allreduce([flat])
-        self.recorder.bucket_sent([flat], work, is_last=is_last)
-        work.wait()
 
     def settle(self, *, announced):
         pass
@@ -65,7 +58,6 @@ class Listener:
         self.calls.append(("close", reached_leaves()))
         self.recorder.backward_ended()
         if self.synchronises:
-            self.send(True)
             self.recorder.delivered()
         else:
             self.recorder.local_backward_ended(added=True)
@@ -79,15 +71,13 @@ class Listener:
     def mark(self, name):
         def mark_ready(param):
             self.calls.append(name)
-            if name == "second" and self.synchronises:
-                self.send(False)
 
         return mark_ready
 
 
-def recorded(group, synchronises=True, **options):
+def recorded(synchronises=True, **options):
     model, watch = Layers(), BackwardWatch()
-    listener = Listener(group, synchronises)
+    listener = Listener(synchronises)
     recorder = listener.recorder = BackwardRecorder(3, on_cuda=False, **options)
     recorder.join(SimpleNamespace(without_inputs=False))
     watch.listener = listener
@@ -105,75 +95,39 @@ def step(model, watch):
 
 
 def test_everything_is_timed(group):
-    model, watch, listener, recorder = recorded(group)
+    model, watch, listener, recorder = recorded()
     for _ in range(3):
         step(model, watch)
     assert listener.calls == 3 * [("open", True), "second", "first", ("close", True)]
     assert recorder.steps == 3
     plan = dpfuse.tune.plan_from_groups(dpfuse.plan_buckets(model).specs, [[1], [0, 2]])
-    timeline = recorder.timeline(plan, group, wire=Wire("bfloat16"))
+    timeline = timeline_of(recorder.gather(group), plan, Wire("bfloat16"))
     first, second, unused = timeline.ready
     # Announced by the output's gradient; a pause, the second; a pause, the first; a pause before the end.
     assert PAUSE <= second <= first - PAUSE
     assert first + PAUSE <= unused == timeline.backward_end < 1
     assert timeline.wire_dtype == "bfloat16"
-    early, last = recorder.schedule(plan).buckets
-    assert second <= early.sent <= early.landed
-    assert early.sent < first
-    assert early.exposed == 0.0
-    assert timeline.backward_end <= last.sent <= last.landed
-    assert last.exposed == pytest.approx(last.landed - last.sent)
-
-
-class SilentWork:
-    """A work whose future is not set yet when the wait for it is over."""
-
-    def get_future(self):
-        return self
-
-    def add_done_callback(self, callback):
-        self.callback = callback
-
-
-def test_a_wait_that_is_over_tells_that_a_bucket_has_landed(group):
-    _, _, listener, recorder = recorded(group)
-    works = [SilentWork(), SilentWork()]
-
-    listener.open(announced=True)
-    recorder.backward_ended()
-    for work in works:
-        recorder.bucket_sent([torch.zeros(1)], work, is_last=work is works[-1])
-    for _ in works:
-        time.sleep(PAUSE)
-        recorder.bucket_landed()
-    recorder.delivered()
-    for work in works:
-        work.callback(work)
-    specs = [dpfuse.ParamSpec(name, (1,), "float32") for name in ("first", "second", "third")]
-    first, second = recorder.schedule(dpfuse.tune.plan_from_groups(specs, [[1, 2], [0]])).buckets
-    assert PAUSE <= first.landed <= second.landed - PAUSE
 
 
 def test_a_backward_that_does_not_synchronise_is_no_record(group):
-    model, watch, _, recorder = recorded(group, synchronises=False)
+    model, watch, _, recorder = recorded(synchronises=False)
     step(model, watch)
     assert recorder.steps == 0
     with pytest.raises(DPFuseError, match=r"the ranks recorded \[0\] synchronised backwards"):
-        recorder.timeline(dpfuse.plan_buckets(model), group)
-    with pytest.raises(DPFuseError, match="expected records of 1 collectives"):
-        recorder.schedule(dpfuse.plan_buckets(model))
+        recorder.gather(group)
 
 
 def test_the_first_ones_can_be_left_out(group):
     seen = []
-    model, watch, _, recorder = recorded(group, skip=2, after=lambda: seen.append(recorder.steps))
+    model, watch, _, recorder = recorded(after=lambda: seen.append(recorder.steps))
+    recorder.restart(3, skip=2)
     for _ in range(4):
         step(model, watch)
     assert (recorder.steps, seen) == (2, [1, 2])
 
 
 def test_a_backward_that_died_is_no_record(group):
-    model, watch, listener, recorder = recorded(group)
+    model, watch, listener, recorder = recorded()
     step(model, watch)
     model.second.register_hook(lambda grad: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -183,7 +137,7 @@ def test_a_backward_that_died_is_no_record(group):
 
 
 def test_an_unannounced_backward_is_opened_by_its_first_ready_mark(group):
-    model, watch, _, recorder = recorded(group)
+    model, watch, _, recorder = recorded()
     marks = [lambda param: watch.begin() for _ in range(3)]
     for param in (model.first, model.second):
         param._post_accumulate_grad_hooks.clear()
@@ -192,6 +146,6 @@ def test_an_unannounced_backward_is_opened_by_its_first_ready_mark(group):
     hooks.install(dict(enumerate(marks)))
     model(torch.ones(8)).sum().backward()
     assert recorder.steps == 1
-    timeline = recorder.timeline(dpfuse.plan_buckets(model), group)
+    timeline = timeline_of(recorder.gather(group), dpfuse.plan_buckets(model))
     assert timeline.ready[1] == 0.0
     assert timeline.ready[0] >= PAUSE

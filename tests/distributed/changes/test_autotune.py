@@ -59,8 +59,7 @@ def train(rank, size, face, tuned, worse):
         assert all(0 <= exposed <= total for exposed, total in zip(*astuple(result.after), strict=True))
         assert ("the old buckets are restored" if worse else "the new buckets are kept") in result.explain()
         assert "before: " in result.explain()
-        assert "after, recorded" in result.explain()
-        assert len(result.new.buckets) == len(result.expected.buckets) == len(result.plan.buckets)
+        assert "after:  " in result.explain()
         assert not model._sync.recording
     return plans, grads, result and (result.before, result.after)
 
@@ -185,7 +184,6 @@ def test_unused_and_sparse_parameters_are_tuned_with_the_others(rank, size, spar
     assert result.done
     names = [spec.name for spec in result.timeline.specs]
     assert result.timeline.ready[names.index("sides.2.bias")] == result.timeline.backward_end
-    assert (result.old is None) is sparse
     assert "ms exposed" in result.explain()
 
 

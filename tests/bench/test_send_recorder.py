@@ -1,0 +1,48 @@
+"""When buckets are sent in real backwards, on the CPU: the times are those of a clock."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+import dpfuse
+from bench.send_recorder import SendRecorder
+
+PAUSE = 0.02  # seconds
+
+
+class Pause(torch.autograd.Function):
+    """Backward takes a while."""
+
+    @staticmethod
+    def forward(ctx, value):
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        time.sleep(PAUSE)
+        return grad
+
+
+class Layers(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (torch.nn.Parameter(torch.ones(8)) for _ in range(2))
+
+    def forward(self, value):
+        return Pause.apply(Pause.apply(value * self.first) * self.second)
+
+
+def test_each_bucket_is_sent_when_its_gradients_are_ready(group):
+    model = dpfuse.DataParallel(Layers(), comm_buffer_size=0, last_comm_buffer_size=0)
+    recorder = SendRecorder(2, on_cuda=False)
+    model(torch.ones(8)).sum().backward()  # the buckets are made again
+    model._sync.grads.record(recorder)
+    for _ in range(3):
+        model(torch.ones(8)).sum().backward()
+    early, last = recorder.sent()
+    assert PAUSE <= early <= last - PAUSE
+    recorder.restart(2)
+    model(torch.ones(8)).sum().backward()
+    assert (recorder.steps, len(recorder.sent())) == (1, 2)
