@@ -72,7 +72,7 @@ class Tuned(Protocol):
     plan: BucketPlan | None  # the new buckets
 
     def explain(self) -> str:
-        """Return the recorded and the expected times, as text with tables."""
+        """Return the recorded times and what became of the new buckets, as lines of text."""
 
 
 class _Table:

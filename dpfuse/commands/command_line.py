@@ -41,9 +41,6 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return _run(options, arguments)
     except (DPFuseError, KeyboardInterrupt) as error:
-        distributed = sys.modules.get("torch.distributed")
-        if distributed is not None and distributed.is_available() and distributed.is_initialized():
-            raise  # this process is a rank; its launcher names the rank and the exception
         interrupted = isinstance(error, KeyboardInterrupt)
         print(f"dpfuse {options.command}: {'interrupted' if interrupted else error}", file=sys.stderr)
         return 128 + signal.SIGINT if interrupted else 1

@@ -16,12 +16,7 @@ TROUBLE = 2  # as the command `diff` of Unix
 
 
 def diff(one: Path, other: Path, *, as_json: bool) -> int:
-    """Print the first difference of two runs.
-
-    Args:
-        one: a folder that DPFUSE_TRACE has named.
-        other: another one.
-        as_json: print JSON.
+    """Print the first difference of two runs, from the folders that DPFUSE_TRACE has named.
 
     Returns:
         0 if the runs are equal as far as both go, 1 if they differ, 2 if a folder cannot be read.

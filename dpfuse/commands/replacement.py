@@ -63,21 +63,13 @@ def start() -> None:
 
 @dataclass(frozen=True)
 class _Replaced:
-    """One model that is wrapped by dpfuse's class instead of torch's.
+    """One model that is wrapped by dpfuse's class instead of torch's."""
 
-    Args:
-        name: of its class.
-        place: the user's line; empty if there is none.
-        parameters: that are trained.
-        megabytes: of their gradients.
-        ranks: of its group.
-    """
-
-    name: str
-    place: str
-    parameters: int
-    megabytes: float
-    ranks: int
+    name: str  # of its class
+    place: str  # the user's line; empty if there is none
+    parameters: int  # that are trained
+    megabytes: float  # of their gradients
+    ranks: int  # of its group
 
 
 class _Messages:

@@ -23,17 +23,11 @@ FLAGS = re.compile(r"(--[a-z-]+|-[abd-ln-zA-VYZ?]*)(?:([cmWX])(.*))?", re.DOTALL
 
 @dataclass(frozen=True)
 class Program:
-    """A program of the user, as on torchrun's command line.
-
-    Args:
-        target: a script, a module, or a command.
-        arguments: of the program.
-        kind: "script", "module" or "command".
-    """
+    """A program of the user, as on torchrun's command line."""
 
     target: str
     arguments: tuple[str, ...] = ()
-    kind: str = "script"
+    kind: str = "script"  # or "module", or "command"
 
     def check(self) -> None:
         """Raise DPFuseError if there is no such program."""
@@ -64,7 +58,7 @@ def run(program: Program, ranks: int | None, options: Mapping[str, Any]) -> int:
     """Run a program with dpfuse in the place of torch's DistributedDataParallel.
 
     Args:
-        program: what to run.
+        program: of the user.
         ranks: to start on this machine. None replaces this process by the program: it is a rank already, or the program
             starts its own ranks.
         options: of each wrapper that is made, as those of `dpfuse.patch`.
@@ -83,23 +77,17 @@ def run(program: Program, ranks: int | None, options: Mapping[str, Any]) -> int:
         )
     variables = {**startup_variables(REPLACEMENT, os.environ), OPTIONS: json.dumps(options)}
     if ranks is not None:
-        return start_ranks(program, ranks, variables)
+        return _start_ranks(program, ranks, variables)
     sys.stdout.flush()
     sys.stderr.flush()
     words = program.words()
     os.execve(words[0], words, {**os.environ, **variables})
 
 
-def start_ranks(program: Program, ranks: int, variables: Mapping[str, str]) -> int:
-    """Start a program on ranks of this machine with torchrun, and wait for it. Ctrl-C ends it with one line.
+def _start_ranks(program: Program, ranks: int, variables: Mapping[str, str]) -> int:
+    """Start a program on ranks of this machine with torchrun. Return its exit code. Ctrl-C ends it with one line.
 
-    Args:
-        program: what to run.
-        ranks: how many.
-        variables: what to add to the environment of the ranks.
-
-    Returns:
-        The launcher's exit code.
+    `variables` are added to the environment of the ranks.
 
     Raises:
         DPFuseError: this process is a rank of a job itself.
