@@ -15,12 +15,7 @@ __all__ = ["SendRecorder"]
 
 
 class SendRecorder(BackwardRecorder):
-    """Records backwards, all of which synchronise, and when their buckets are sent.
-
-    Args:
-        count: number of parameters.
-        on_cuda: whether gradients are on a GPU.
-    """
+    """Records backwards, all of which synchronise, and when their buckets are sent."""
 
     def __init__(self, count: int, *, on_cuda: bool) -> None:
         super().__init__(count, on_cuda=on_cuda)

@@ -38,12 +38,8 @@ class _Backward:
 class BackwardRecorder(listening.ReadyRecorder):
     """Records when a backward begins and ends, when gradients are ready, and when all of them are averaged.
 
-    On CUDA it records events, and waits for them only when the times are read.
-
-    Args:
-        count: number of parameters.
-        on_cuda: whether gradients are on a GPU.
-        after: called after each recorded backward, on all ranks.
+    On CUDA it records events, and waits for them only when the times are read. It calls `after` after each recorded
+    backward, on all ranks.
     """
 
     _engine: Engine
@@ -64,9 +60,7 @@ class BackwardRecorder(listening.ReadyRecorder):
     def restart(self, count: int, *, skip: int = 0) -> None:
         """Forget all records. From now on there are `count` parameters.
 
-        Args:
-            count: number of parameters.
-            skip: synchronised backwards to leave out. The first one sends all buckets at its end, for example.
+        `skip` synchronised backwards are left out: the first one sends all buckets at its end, for example.
         """
         self._count, self._skip = count, skip
         self._backwards.clear()
