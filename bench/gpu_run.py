@@ -80,7 +80,10 @@ PLAN: Plan = (
     [Step("profile-pack", ("python", "-m", "bench.profile_pack", "{folder}"), 20)],
     [Step("sanitizer", ("compute-sanitizer", *_tests("sanitizer", 70, *SANITIZED).words), 70)],
     *([_suite(name)] for name in ("wire", "bucket_size", "accumulate")),
-    *([_tests(name, 30)] for name in ("launch_gpu", "model_gpu", "parallel_executor_gpu", "network_gpu")),
+    *(
+        [_tests(name, 30)]
+        for name in ("launch_gpu", "model_gpu", "parallel_executor_gpu", "network_gpu", "autotune_gpu")
+    ),
     [_tests("size_list", 30, "tests/bench/test_size_list.py")],
     *([_suite(name)] for name in ("health", "clip", "forward", "sharded")),
 )
