@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from dpfuse.data.order import boolean
+from dpfuse.data.position import integer
 from dpfuse.paddle.distributed.fleet.strategy_fields import INSTEAD, SUPPORTED, UNSUPPORTED
 from dpfuse.paddle.static.names import suggestion
 
@@ -18,9 +20,9 @@ __all__ = ["DistributedStrategy"]
 class DistributedStrategy:
     """Paddle's settings for distributed training. Those of data parallelism work, in eager mode.
 
-    All of Paddle's fields can be read. The fields that are not listed here accept only their default. A `_configs`
-    field takes a dict with some of its keys and keeps the other keys. Values that were read cannot be changed in place,
-    so lists are read as tuples.
+    All of Paddle's fields can be read. The fields that are not listed here accept only their default; their `_configs`
+    are empty. A `_configs` field of this list takes a dict with some of its keys and keeps the other keys. Values that
+    were read cannot be changed in place.
 
     Args (fields, with their defaults):
         fuse_grad_size_in_MB (32): a bucket is complete when its gradients reach this many MB (1048576 bytes). 0 and
@@ -82,21 +84,17 @@ class DistributedStrategy:
 
     def __setattr__(self, name: str, value: Any) -> None:
         check = CHECKS.get(name)
-        if isinstance(check, dict):
-            given = _known_keys(name, value, check)
-            checked = {key: check[key](f"{name}[{key!r}]", item) for key, item in given.items()}
+        where = f"strategy.{name}"
+        if check is None:
+            default = _unsupported(name)
+            if value != default:
+                remedy = INSTEAD.get(name.removesuffix("_configs"), "it has no effect on data parallelism here")
+                raise ValueError(f"{where} is not supported: got {value!r}, expected {default!r}; {remedy}")
+        elif isinstance(check, dict):
+            checked = {key: check[key](f"{where}[{key!r}]", item) for key, item in _known(where, value, check).items()}
             self._values[name] = {**self._values[name], **checked}
-            return
-        if check is not None:
-            self._values[name] = check(name, value)
-            return
-        default = _unsupported(name)
-        if isinstance(default, dict):
-            given = _known_keys(name, value, default)
-            value = {**default, **{key: tuple(item) if isinstance(item, list) else item for key, item in given.items()}}
-        if value != default:
-            remedy = INSTEAD.get(name.removesuffix("_configs"), "it has no effect on data parallelism here")
-            raise ValueError(f"strategy.{name} is not supported: got {value!r}, expected {default!r}; {remedy}")
+        else:
+            self._values[name] = check(where, value)
 
     def __eq__(self, other: object) -> bool:
         return self._values == other._values if isinstance(other, DistributedStrategy) else NotImplemented
@@ -118,72 +116,61 @@ def _unsupported(name: str) -> Any:
     return UNSUPPORTED[name]
 
 
-def _known_keys(name: str, value: Any, known: Mapping[str, Any]) -> Mapping[str, Any]:
+def _known(name: str, value: Any, keys: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise TypeError(f"strategy.{name} must be a dict, got {value!r} of type {type(value).__name__}")
+        raise TypeError(f"{name} must be a dict, got {value!r} of type {type(value).__name__}")
     for key in value:
-        if key not in known:
-            raise AttributeError(f"strategy.{name} has no key {key!r}. {suggestion(key, known)}")
+        if key not in keys:
+            raise AttributeError(f"{name} has no key {key!r}. {suggestion(key, keys)}")
     return value
 
 
-def _flag(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError(f"strategy.{name} must be True or False, got {value!r} of type {type(value).__name__}")
-    return value
-
-
-def _number(name: str, value: Any, kinds: tuple[type[int | float], ...], least: float) -> Any:
-    if isinstance(value, bool) or not isinstance(value, kinds):
-        what = "an integer" if kinds == (int,) else "a number"
-        raise TypeError(f"strategy.{name} must be {what}, got {value!r} of type {type(value).__name__}")
-    if math.isnan(value) or value < least:
-        raise ValueError(f"strategy.{name} must be at least {least}, got {value!r}")
-    return value
+def _count(name: str, value: Any) -> int:
+    return integer(name, value, 1)
 
 
 def _size(name: str, value: Any) -> Any:
-    return _number(name, value, (int, float), 0)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
+    if math.isnan(value) or value < 0:
+        raise ValueError(f"{name} must be at least 0, got {value!r}")
+    return value
 
 
 def _positive_size(name: str, value: Any) -> Any:
     if _size(name, value) == 0:
-        raise ValueError(f"strategy.{name} must be above 0 MB, got {value!r}; fuse_all_reduce_ops=False fuses nothing")
+        raise ValueError(f"{name} must be above 0 MB, got {value!r}; fuse_all_reduce_ops=False fuses nothing")
     return value
-
-
-def _positive_count(name: str, value: Any) -> Any:
-    return _number(name, value, (int,), 1)
 
 
 def _scale_strategy(name: str, value: Any) -> Any:
     if value not in ("avg", "sum", "customized"):
-        raise ValueError(f"strategy.{name} must be 'avg', 'sum' or 'customized', got {value!r}")
+        raise ValueError(f"{name} must be 'avg', 'sum' or 'customized', got {value!r}")
     return value
 
 
 def _degree(name: str, value: Any) -> Any:
-    return value if value == -1 else _positive_count(name, value)
+    return value if value == -1 else _count(name, value)
 
 
 def _one(name: str, value: Any) -> Any:
-    if _positive_count(name, value) != 1:
-        raise ValueError(f"strategy.{name} must be 1, got {value!r}; there is data parallelism only")
+    if _count(name, value) != 1:
+        raise ValueError(f"{name} must be 1, got {value!r}; there is data parallelism only")
     return value
 
 
 Check = Callable[[str, Any], Any]
 
 CHECKS: dict[str, Check | dict[str, Check]] = {
-    "a_sync": _flag,
+    "a_sync": boolean,
     "fuse_grad_size_in_MB": _size,
     "last_comm_group_size_MB": _positive_size,
-    "find_unused_parameters": _flag,
-    "fuse_all_reduce_ops": _flag,
-    "fp16_allreduce": _flag,
-    "sync_batch_norm": _flag,
-    "gradient_merge": _flag,
-    "gradient_merge_configs": {"k_steps": _positive_count, "avg": _flag},
-    "gradient_scale_configs": {"scale_strategy": _scale_strategy, "scale_gradient": _flag},
+    "find_unused_parameters": boolean,
+    "fuse_all_reduce_ops": boolean,
+    "fp16_allreduce": boolean,
+    "sync_batch_norm": boolean,
+    "gradient_merge": boolean,
+    "gradient_merge_configs": {"k_steps": _count, "avg": boolean},
+    "gradient_scale_configs": {"scale_strategy": _scale_strategy, "scale_gradient": boolean},
     "hybrid_configs": {name: _degree if name == "dp_degree" else _one for name in SUPPORTED["hybrid_configs"]},
 }
