@@ -16,24 +16,16 @@ import torch
 from dpfuse.paddle import static
 
 
-class Mean(torch.nn.Module):
-    """A module from which a program is captured, instead of building it under program_guard."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = torch.nn.Linear(2, 1)
-
-    def forward(self, image: torch.Tensor) -> dict[str, torch.Tensor]:
-        y = self.fc(image)
-        return {"y": y, "loss": y.mean()}
-
-
 def main() -> None:
     os.environ["CPU_NUM"] = "2"
+    program = static.Program()
+    with static.program_guard(program):
+        y = torch.nn.Linear(2, 1)(static.data("image", [None, 2]))
+        loss = y.mean()
     # Without an optimizer nothing changes between the runs; a loss is enough for gradients.
-    exe = static.ParallelExecutor(use_cuda=False, main_program=static.Program(Mean()), loss_name="loss")
+    exe = static.ParallelExecutor(use_cuda=False, main_program=program, loss_name=loss.name)
     image = np.arange(6, dtype="float32").reshape(3, 2)
-    fetch_list = ["y", "loss", "fc.weight@GRAD"]
+    fetch_list = [y, loss, f"{y.name}.weight@GRAD"]
 
     def shapes(values: list[np.ndarray]) -> list[tuple[int, ...]]:
         return [value.shape for value in values]

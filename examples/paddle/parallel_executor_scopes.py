@@ -18,33 +18,28 @@ from dpfuse.paddle import static
 STEPS = 6
 
 
-class Regression(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = torch.nn.Linear(4, 1)
-
-    def forward(self, x: torch.Tensor, t: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"loss": torch.nn.functional.mse_loss(self.fc(x), t)}
-
-
 def main() -> None:
     os.environ["CPU_NUM"] = "2"
-    program = static.Program(Regression())
-    program.minimize("loss", lambda parameters: torch.optim.Adam(parameters, lr=0.1))
+    program = static.Program()
+    with static.program_guard(program):
+        y = torch.nn.Linear(4, 1)(static.data("x", [None, 4]))
+        loss = torch.nn.MSELoss()(y, static.data("t", [None, 1]))
+        program.minimize(loss, lambda parameters: torch.optim.Adam(parameters, lr=0.1))
+    weight = f"{y.name}.weight"
 
     def executor(iterations: int) -> static.ParallelExecutor:
         strategy = static.ExecutionStrategy()
         strategy.num_threads = 2
         strategy.num_iteration_per_drop_scope = iterations
         return static.ParallelExecutor(
-            use_cuda=False, main_program=program, loss_name="loss", exec_strategy=strategy, scope=static.Scope()
+            use_cuda=False, main_program=program, loss_name=loss.name, exec_strategy=strategy, scope=static.Scope()
         )
 
     often, seldom = executor(iterations=1), executor(iterations=100)
     for step in range(STEPS):
         x = np.random.random(size=(8, 4)).astype("float32")
         feed = {"x": x, "t": x.sum(axis=1, keepdims=True)}
-        results = [exe.run(["loss", "fc.weight", "fc.weight@GRAD"], feed=feed) for exe in (often, seldom)]
+        results = [exe.run([loss, weight, f"{weight}@GRAD"], feed=feed) for exe in (often, seldom)]
         assert all(map(np.array_equal, *results)), "dropping scopes changed a result"
         if step == STEPS // 2:
             seldom.drop_local_exe_scopes()  # for example before something else needs the memory

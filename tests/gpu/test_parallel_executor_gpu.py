@@ -10,7 +10,7 @@ import torch
 
 from dpfuse import reduce_replicas
 from dpfuse.paddle import static
-from tests.paddle.programs import Regression, batch, momentum
+from tests.paddle.programs import Regression, batch, momentum, program_of
 from tests.unit.test_reduce_replicas import DTYPES, reference, replica
 
 pytestmark = [
@@ -87,7 +87,7 @@ def trained(module, devices, steps):
 def test_training_on_gpus_is_that_of_the_mean_over_devices(count, autocast, scope, monkeypatch):
     monkeypatch.setenv("FLAGS_selected_gpus", ",".join(map(str, range(count))))
     module = Regression()
-    program = static.Program(module)
+    program = program_of(module)
     program.minimize("loss", momentum)
     exe = static.ParallelExecutor(use_cuda=True, loss_name="loss", main_program=program)
     test = static.ParallelExecutor(use_cuda=True, main_program=program.clone(for_test=True), share_vars_from=exe)
@@ -109,7 +109,7 @@ def test_training_on_gpus_is_that_of_the_mean_over_devices(count, autocast, scop
 
 def test_a_scope_moves_between_cpu_and_gpu_with_its_optimizer(scope):
     module = Regression()
-    program = static.Program(module)
+    program = program_of(module)
     program.minimize("loss", momentum)
     steps = [batch(seed) for seed in range(4)]
     on_cpu, on_gpu = static.Executor("cpu"), static.Executor("gpu:0")
@@ -127,7 +127,7 @@ def test_a_scope_moves_between_cpu_and_gpu_with_its_optimizer(scope):
 def test_in_the_global_scope_the_module_itself_moves(monkeypatch):
     monkeypatch.setenv("FLAGS_selected_gpus", "0")
     module = Regression()
-    exe = static.ParallelExecutor(use_cuda=True, loss_name="loss", main_program=static.Program(module))
+    exe = static.ParallelExecutor(use_cuda=True, loss_name="loss", main_program=program_of(module))
     exe.run(["loss"], batch(0))
     assert module.inner.weight.is_cuda
     assert static.global_scope().find_var("inner.weight").tensor is module.inner.weight
@@ -155,5 +155,5 @@ def test_what_a_run_computed_is_ready_for_the_callers_stream(scope, monkeypatch)
 
 @two_gpus
 def test_without_a_choice_all_visible_gpus_are_used(scope):
-    exe = static.ParallelExecutor(use_cuda=True, loss_name="loss", main_program=static.Program(Regression()))
+    exe = static.ParallelExecutor(use_cuda=True, loss_name="loss", main_program=program_of(Regression()))
     assert exe.device_count == torch.cuda.device_count()

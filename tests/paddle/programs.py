@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import inspect
 from collections.abc import Callable
 
 import numpy as np
@@ -19,6 +21,7 @@ __all__ = [
     "custom",
     "executor",
     "momentum",
+    "program_of",
     "reference",
     "sgd",
     "sharing",
@@ -58,8 +61,23 @@ def momentum(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.1, momentum=0.9)
 
 
+def program_of(module, **shapes):
+    """The program of a module's forward. Its variables have the module's names, and those of the returned dict."""
+    shapes = {"x": [None, 3], "t": [None, 2]} | shapes
+    dtype = next((param.dtype for param in module.parameters()), torch.float32)
+    gc.collect()  # an earlier test's program of these names leaves the global scope
+    program = static.Program()
+    program.root = module
+    with static.program_guard(program):
+        feeds = [static.data(name, shapes[name], dtype) for name in inspect.signature(module.forward).parameters]
+        outputs = module.forward(*feeds)
+        for name, value in outputs.items() if isinstance(outputs, dict) else ():
+            value.name = name
+    return program
+
+
 def training_program(module, optimizer=sgd):
-    program = static.Program(module)
+    program = program_of(module)
     program.minimize("loss", optimizer)
     return program
 

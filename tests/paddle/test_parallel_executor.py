@@ -20,6 +20,7 @@ from tests.paddle.programs import (
     chunks,
     executor,
     momentum,
+    program_of,
     reference,
     sgd,
     sharing,
@@ -101,7 +102,7 @@ def test_one_thread_runs_one_device_after_the_other_and_random_numbers_repeat():
 
 
 def test_a_threads_settings_are_those_of_the_caller():
-    program = static.Program(nn.Linear(2, 2))
+    program = program_of(nn.Linear(2, 2), input=[None, 2])
     exe = static.ParallelExecutor(False, main_program=program)
     feed = {"input": torch.ones(4, 2)}
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -184,7 +185,7 @@ def test_statistics_stay_each_devices_own_when_others_change_a_parameter():
     with static.program_guard(program):
         loss = module(static.data("x", [None, 3])).square().mean()
         program.minimize(loss, sgd)
-    (weight, mean) = (info.name for info in program.list_vars() if info.name.endswith(("1.weight", "running_mean")))
+    (weight, mean) = (name for name in program.variables if name.endswith(("1.weight", "running_mean")))
     exe = static.ParallelExecutor(False, loss, program)
     x = torch.randn(8, 3)
     exe.run([], {"x": x})
@@ -233,7 +234,7 @@ def test_batch_norm_statistics_are_each_devices_own_and_the_firsts_live_in_the_s
 
 def test_without_an_optimizer_gradients_are_averaged_and_nothing_is_updated():
     module = Regression()
-    exe = executor(static.Program(module))
+    exe = executor(program_of(module))
     step = batch(0)
     for part in chunks(step, 2):
         (module(**part)["loss"] / 2).backward()
@@ -281,7 +282,7 @@ def test_when_one_device_fails_it_is_named_and_no_device_takes_a_step(where):
         program.minimize(loss, momentum)
     exe = executor(program)
     test = sharing(exe, program)
-    names = [info.name for info in program.list_vars() if info.persistable]
+    names = list(program.variables)
     exe.run([], batch(0))
     before = test.run(names, batch(0))
     step = batch(1)

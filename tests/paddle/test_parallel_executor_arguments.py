@@ -11,12 +11,7 @@ from torch import nn
 
 from dpfuse import DPFuseError
 from dpfuse.paddle import static
-from tests.paddle.programs import (
-    Regression,
-    executor,
-    sharing,
-    training_program,
-)
+from tests.paddle.programs import Regression, executor, program_of, sharing, training_program
 
 pytestmark = pytest.mark.usefixtures("two_devices")
 
@@ -47,7 +42,7 @@ def constructed(kind):
             return static.ParallelExecutor(False, main_program=test, share_vars_from=static.Executor("cpu"))
         case "share another module":
             exe = executor(program)
-            return static.ParallelExecutor(False, main_program=static.Program(Regression()), share_vars_from=exe)
+            return static.ParallelExecutor(False, main_program=program_of(Regression()), share_vars_from=exe)
         case "share another scope":
             return static.ParallelExecutor(False, None, test, executor(program), scope=static.Scope())
         case "share other devices":
@@ -86,7 +81,7 @@ def constructed(kind):
         ("loss is a feed", ValueError, "loss_name 'x' is not computed"),
         ("loss left out", ValueError, "loss_name is None, but the program minimises 'loss'.*for_test"),
         ("share_vars_from", TypeError, "share_vars_from must be a ParallelExecutor, got Executor"),
-        ("share another module", ValueError, "program of another module"),
+        ("share another module", ValueError, "runs another program; expected a clone"),
         ("share another scope", ValueError, "scope is not the scope of share_vars_from"),
         ("share other devices", ValueError, "expected the same devices.*CPU_NUM"),
         ("exec_strategy", TypeError, "exec_strategy must be an instance of ExecutionStrategy, got BuildStrategy"),
@@ -107,7 +102,7 @@ def test_wrong_arguments_of_the_constructor_are_named(kind, error, text):
 
 def test_without_cpu_num_there_is_one_device_and_one_hint(monkeypatch):
     monkeypatch.delenv("CPU_NUM")
-    program = static.Program(Regression())
+    program = program_of(Regression())
     with pytest.warns(UserWarning, match="CPU_NUM is not set.*now 1") as caught:
         assert executor(program).device_count == 1
     assert len(caught) == 1

@@ -13,6 +13,7 @@ from torch import nn
 
 from dpfuse import DPFuseError
 from dpfuse.paddle import static
+from tests.paddle.programs import program_of
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 SPLITS = json.loads((GOLDEN / "pe_split.json").read_text())
@@ -37,7 +38,7 @@ class Linear(nn.Module):
 )
 def test_a_batch_is_dealt_out_as_by_paddle(case, monkeypatch):
     monkeypatch.setenv("CPU_NUM", str(case["devices"]))
-    program = static.Program(Linear([[1.0]], [0.0]))
+    program = program_of(Linear([[1.0]], [0.0]), x=[None, 1], t=[None, 1])
     loss_name = "loss" if case["training"] else None
     exe = static.ParallelExecutor(False, loss_name, program, scope=static.Scope())
     rows = np.arange(case["samples"], dtype=np.float32)[:, None]
@@ -60,7 +61,7 @@ def test_a_batch_is_dealt_out_as_by_paddle(case, monkeypatch):
 def test_training_gives_what_paddle_gave(case, fused, monkeypatch):
     monkeypatch.setenv("CPU_NUM", str(case["devices"]))
     module = Linear(case["W0"], case["B0"])
-    program = static.Program(module)
+    program = program_of(module, **{name: [None, len(case["steps"][0][name][0])] for name in ("x", "t")})
     test_program = program.clone(for_test=True)
     program.minimize("loss", lambda params: torch.optim.SGD(params, lr=case["lr"]))
     build = static.BuildStrategy()

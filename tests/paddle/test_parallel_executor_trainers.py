@@ -12,7 +12,7 @@ from torch import nn
 
 from dpfuse import DPFuseError
 from dpfuse.paddle import static
-from tests.paddle.programs import Regression, batch, momentum
+from tests.paddle.programs import Regression, batch, momentum, program_of
 
 STEPS = 4
 
@@ -33,7 +33,7 @@ class Net(nn.Module):
 def make(seed: int, devices: int, **options: Any) -> tuple[static.Program, static.ParallelExecutor]:
     os.environ["CPU_NUM"] = str(devices)
     torch.manual_seed(seed)
-    program = static.Program(Net().double())
+    program = program_of(Net().double(), t=[None, None])
     program.minimize("loss", momentum)
     return program, static.ParallelExecutor(False, "loss", program, scope=static.Scope(), **options)
 
@@ -44,7 +44,7 @@ def parts_of(step: int) -> list[dict[str, torch.Tensor]]:
 
 
 def parameters(program: static.Program, exe: static.ParallelExecutor) -> list[np.ndarray]:
-    names = [info.name for info in program.list_vars() if info.kind.value == "parameter"]
+    names = [name for name, one in program.variables.items() if isinstance(one, nn.Parameter)]
     test = static.ParallelExecutor(False, main_program=program.clone(for_test=True), share_vars_from=exe)
     found = []
     for devices in test.run(names, parts_of(0)[: exe.device_count], return_merged=False):
@@ -145,7 +145,7 @@ def trainers_that_do_not_fit(rank: int, size: int, kind: str) -> str:
     try:
         if kind == "program" and rank == 1:
             os.environ["CPU_NUM"] = "2"
-            program = static.Program(Regression())
+            program = program_of(Regression())
             static.ParallelExecutor(False, "loss", program, scope=static.Scope(), **options)
         else:
             make(rank, devices, **options)

@@ -12,7 +12,7 @@ from torch import nn
 
 from dpfuse import DPFuseError
 from dpfuse.paddle import static
-from tests.paddle.programs import Regression, batch, custom, momentum, sgd
+from tests.paddle.programs import Regression, batch, custom, momentum, program_of, sgd
 
 
 def trained_by_hand(module, steps, optimizer):
@@ -31,7 +31,7 @@ def trained_by_hand(module, steps, optimizer):
 
 def test_a_program_trains_the_users_module_in_the_global_scope(exe):
     module = Regression()
-    program = static.Program(module)
+    program = program_of(module)
     program.minimize("loss", momentum)
     steps = [batch(seed) for seed in range(5)]
     losses, reference = trained_by_hand(module, steps, momentum)
@@ -46,7 +46,7 @@ def test_a_program_trains_the_users_module_in_the_global_scope(exe):
 def test_in_another_scope_the_module_is_left_alone(exe):
     module = Regression()
     before = copy.deepcopy(module.state_dict())
-    program = static.Program(module)
+    program = program_of(module)
     program.minimize("loss", sgd)
     scope = static.Scope()
     with static.scope_guard(scope):
@@ -61,7 +61,7 @@ def test_in_another_scope_the_module_is_left_alone(exe):
 
 def test_what_is_set_in_a_scope_is_used(exe):
     module = Regression()
-    program, scope = static.Program(module), static.Scope()
+    program, scope = program_of(module), static.Scope()
     exe.run(program, batch(0), scope=scope)
     weight = scope.find_var("inner.weight").get_tensor()
     assert weight.shape() == [4, 3]
@@ -80,7 +80,7 @@ def test_variables_of_ones_own_live_in_a_scope_beside_a_program(exe):
     with pytest.raises(DPFuseError, match="'epoch' of the scope has no value yet"):
         own.numpy()
     own.set(3)
-    exe.run(static.Program(Regression()), batch(0), scope=scope)
+    exe.run(program_of(Regression()), batch(0), scope=scope)
     assert np.array(own) == 3
     assert np.array(own, dtype=np.float64).dtype == np.float64
     assert scope.local_var_names() == ["epoch", "inner.weight", "inner.bias", "outer.weight", "outer.bias"]
@@ -89,7 +89,7 @@ def test_variables_of_ones_own_live_in_a_scope_beside_a_program(exe):
 
 
 def test_two_programs_may_not_mean_different_things_by_one_name(exe):
-    first, second = static.Program(Regression()), static.Program(Regression())
+    first, second = program_of(Regression()), program_of(Regression())
     scope = static.Scope()
     exe.run(first, batch(0), scope=scope)
     with pytest.raises(DPFuseError, match=r"already has a variable 'inner.weight'.*scope_guard\(Scope\(\)\)"):
@@ -99,12 +99,12 @@ def test_two_programs_may_not_mean_different_things_by_one_name(exe):
     module = custom(lambda self, x: x * self.mine)
     module.mine = nn.Parameter(torch.ones(1))
     with pytest.raises(DPFuseError, match="already has a variable 'mine'"):
-        exe.run(static.Program(module), {"x": torch.ones(1)}, scope=scope)
+        exe.run(program_of(module, x=[1]), {"x": torch.ones(1)}, scope=scope)
 
 
-def test_programs_of_one_module_share_its_variables(exe):
-    module = Regression()
-    one, other = static.Program(module), static.Program(module)
+def test_a_program_and_its_clone_share_variables(exe):
+    other = program_of(Regression())
+    one = other.clone()
     one.minimize("loss", sgd)
     before = exe.run(other, batch(0), ["loss"])[0]
     exe.run(one, batch(0))
@@ -113,19 +113,19 @@ def test_programs_of_one_module_share_its_variables(exe):
 
 def test_the_global_scope_forgets_programs_that_are_gone(exe):
     module = Regression()
-    exe.run(static.Program(module), batch(0))
+    exe.run(program_of(module), batch(0))
     assert static.global_scope().find_var("outer.bias").tensor is module.outer.bias
     del module
     gc.collect()
     assert static.global_scope().find_var("outer.bias") is None
     again = Regression()
-    exe.run(static.Program(again), batch(0))
+    exe.run(program_of(again), batch(0))
     assert static.global_scope().find_var("outer.bias").tensor is again.outer.bias
 
 
 def test_an_optimizer_keeps_its_state_from_one_executor_to_the_next():
     module = Regression()
-    program = static.Program(module)
+    program = program_of(module)
     program.minimize("loss", momentum)
     steps = [batch(seed) for seed in range(4)]
     losses, _ = trained_by_hand(module, steps, momentum)

@@ -1,9 +1,9 @@
 """`paddle.static`: programs, executors and scopes.
 
-Read `program` first (a graph of named variables), then how one is made: `capture` traces a module, `guard` with
-`variable` records operations. `scope` holds parameters. `replica` runs a program on one device, for `executor` and,
-on several devices, for `parallel_executor` (with `replica_set`, `trainers`, `seeds` and `device_thread`). `feed` and
-`fetch` check what goes in and out.
+Read `program` first (a graph of named variables), then how one is made: `guard` with `variable` records operations.
+`scope` holds parameters. `replica` runs a program on one device, for `executor` and, on several devices, for
+`parallel_executor` (with `replica_set`, `trainers`, `seeds` and `device_thread`). `feed` and `fetch` check what goes in
+and out.
 """
 
 from dpfuse.paddle.counterparts import lacks

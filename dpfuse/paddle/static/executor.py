@@ -111,9 +111,7 @@ def program_and_scope(program: Any, scope: Any) -> tuple[Program, Scope]:
     program = default_main_program() if program is None else program
     scope = global_scope() if scope is None else scope
     if not isinstance(program, Program):
-        raise TypeError(
-            f"program must be a Program, got {type(program).__name__}; capture a module with Program(module)"
-        )
+        raise TypeError(f"program must be a Program, got {type(program).__name__}; build one under program_guard")
     if not isinstance(scope, Scope):
         raise TypeError(f"scope must be a Scope, got {type(scope).__name__}; pass Scope() or None")
     return program, scope

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dpfuse import DPFuseError
-from dpfuse.paddle.static.declarations import Feed
+from dpfuse.paddle.static.input_spec import InputSpec
 from dpfuse.paddle.static.names import suggestion
 
 __all__ = ["Fed", "checked_feed", "given_feed", "split_feed", "to_tensor"]
@@ -33,7 +33,7 @@ def given_feed(feed: Any, feed_dict: Any) -> Any:
     return feed_dict
 
 
-def checked_feed(feed: Any, feeds: Mapping[str, Feed], what: str = "feed") -> Fed:
+def checked_feed(feed: Any, feeds: Mapping[str, InputSpec], what: str = "feed") -> Fed:
     """Check names, dtypes and shapes of a feed. Return it with lists converted to arrays.
 
     Args:
@@ -52,7 +52,7 @@ def checked_feed(feed: Any, feeds: Mapping[str, Feed], what: str = "feed") -> Fe
     for name in feed:
         if name not in feeds:
             raise ValueError(f"{what} has {name!r}, which is no input of the program. {suggestion(name, feeds)}")
-    missing = [name for name, one in feeds.items() if one.required and name not in feed]
+    missing = [name for name in feeds if name not in feed]
     if missing:
         raise ValueError(
             f"{what} lacks {', '.join(map(repr, missing))}; expected a value for each input of the program"
@@ -60,7 +60,7 @@ def checked_feed(feed: Any, feeds: Mapping[str, Feed], what: str = "feed") -> Fe
     return {name: _checked(value, feeds[name], what) for name, value in feed.items()}
 
 
-def split_feed(feed: Any, feeds: Mapping[str, Feed], devices: int, kind: str, training: bool) -> list[Fed]:
+def split_feed(feed: Any, feeds: Mapping[str, InputSpec], devices: int, kind: str, training: bool) -> list[Fed]:
     """Return the feed of each device.
 
     A dictionary is cut along dim 0 into consecutive chunks of ceil(n / devices) rows, as Paddle 2 does. For example,
@@ -117,8 +117,8 @@ def to_tensor(value: Any, device: torch.device) -> Tensor:
     return torch.from_numpy(np.array(value)).to(device)
 
 
-def _checked(value: Any, feed: Feed, what: str) -> Tensor | np.ndarray[Any, Any]:
-    where = f"{what}[{feed.name!r}]"
+def _checked(value: Any, spec: InputSpec, what: str) -> Tensor | np.ndarray[Any, Any]:
+    where = f"{what}[{spec.name!r}]"
     given: Tensor | np.ndarray[Any, Any]
     if isinstance(value, Tensor):
         given = value
@@ -128,23 +128,17 @@ def _checked(value: Any, feed: Feed, what: str) -> Tensor | np.ndarray[Any, Any]
             raise TypeError(f"{where} is an array of {given.dtype}; expected numbers")
     else:
         try:
-            given = torch.tensor(value, dtype=feed.dtype, device="cpu")
+            given = torch.tensor(value, dtype=spec.dtype, device="cpu")
         except (TypeError, ValueError, RuntimeError) as error:
             raise TypeError(
                 f"{where} is a {type(value).__name__}; expected an array, a tensor or numbers: {error}"
             ) from None
-    declared, got = (str(dtype).removeprefix("torch.") for dtype in (feed.dtype, given.dtype))
-    if feed.dtype is not None and declared != got:
+    declared, got = (str(dtype).removeprefix("torch.") for dtype in (spec.dtype, given.dtype))
+    if declared != got:
         raise ValueError(f"{where} has dtype {got}, expected {declared} as declared by data(). Convert it.")
-    if feed.shape is not None:
-        sizes = tuple(given.shape)
-        fits = len(sizes) == len(feed.shape) and all(
-            want is None or got == want for got, want in zip(sizes, feed.shape, strict=True)
-        )
-        if not fits:
-            raise ValueError(
-                f"{where} has shape {sizes}, expected {feed.shape} as declared by data(), None being any size"
-            )
+    sizes = tuple(given.shape)
+    if len(sizes) != len(spec.shape) or any(want not in (-1, got) for got, want in zip(sizes, spec.shape, strict=True)):
+        raise ValueError(f"{where} has shape {sizes}, expected {spec.shape} as declared by data(), -1 being any size")
     return given
 
 

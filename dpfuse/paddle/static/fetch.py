@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpfuse.paddle.static.declarations import VariableInfo
 from dpfuse.paddle.static.names import GRAD
 from dpfuse.paddle.static.program import Program
 from dpfuse.paddle.static.variable import Variable
@@ -37,7 +36,7 @@ def fetch_names(fetch_list: Any, program: Program, known: Collection[str], gradi
         raise TypeError(f"fetch_list must be a list of names or variables, got {fetch_list!r}; write [{fetch_list!r}]")
     names = []
     for item in fetch_list:
-        name = item.name if isinstance(item, (Variable, VariableInfo)) else item
+        name = item.name if isinstance(item, Variable) else item
         if not isinstance(name, str) or name.removesuffix(GRAD) not in known:
             program.check_name(name, "fetch_list:")
         if name.endswith(GRAD) and not gradients:

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 import torch
 
 from dpfuse import DPFuseError
-from dpfuse.paddle.static.declarations import Feed
 from dpfuse.paddle.static.input_spec import InputSpec, dtype_of
 from dpfuse.paddle.static.program import Program
 from dpfuse.paddle.static.variable import Variable, modules_recorded
@@ -116,5 +115,4 @@ def data(name: str, shape: Sequence[int | None], dtype: str | torch.dtype = "flo
             f"data({name!r}) outside of program_guard; expected inside. Write `with "
             "program_guard(default_main_program()):` to build the default program."
         )
-    sizes = tuple(None if size == -1 else size for size in spec.shape)
-    return _main.add_feed(Feed(name, sizes, spec.dtype))
+    return _main.add_feed(name, spec)

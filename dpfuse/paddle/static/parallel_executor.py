@@ -286,8 +286,7 @@ class ParallelExecutor:
             )
         if other._program.root is not self._program.root:
             raise ValueError(
-                "share_vars_from runs a program of another module; expected a clone of this one, or one captured from "
-                "the same module"
+                "share_vars_from runs another program; expected a clone of this one, or the one of which it is a clone"
             )
         if scope is not other._set.scopes[0]:
             raise ValueError("scope is not the scope of share_vars_from; expected the same scope. Leave it out.")

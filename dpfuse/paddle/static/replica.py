@@ -41,7 +41,7 @@ class Replica:
     def __init__(self, program: Program, scope: Scope, device: torch.device, index: int = 0) -> None:
         self.device = device
         self.index = index
-        self.nodes = program.nodes
+        self.nodes = dict(program.nodes)
         self.tensors = scope.hold(program, device)
         first_names = {id(tensor): name for name, tensor in reversed(self.tensors.items())}
         self.trainable = {
@@ -137,8 +137,9 @@ class Replica:
             try:
                 value = self._computed(node, values, feed)
             except Exception as error:  # modules and functions are the user's
+                names = {known: name for name, known in self.nodes.items()}
                 raise DPFuseError(
-                    f"device {self.index} ({self.device}) failed to compute {self._label(node)!r}: "
+                    f"device {self.index} ({self.device}) failed to compute {names.get(node, node.name)!r}: "
                     f"{type(error).__name__}: {error}"
                 ) from error
             values[node] = value
@@ -162,14 +163,10 @@ class Replica:
                         held.copy_(buffer.detach())
                         owner._buffers[name] = held
 
-    def _label(self, node: fx.Node) -> str:
-        return next((name for name, known in self.nodes.items() if known is node), node.name)
-
     def _computed(self, node: fx.Node, values: dict[fx.Node, Any], feed: Mapping[str, Any]) -> Any:
         target: Any = node.target
         if node.op == "placeholder":
-            name = str(target)
-            return to_tensor(feed[name], self.device) if name in feed else node.args[0]
+            return to_tensor(feed[target], self.device)
         if node.op == "get_attr":
             return self.tensors[target]
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)

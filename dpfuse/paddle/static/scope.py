@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -16,9 +15,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from dpfuse import DPFuseError
-from dpfuse.paddle.static.declarations import Objective
 from dpfuse.paddle.static.fetch import to_numpy
-from dpfuse.paddle.static.program import Program
+from dpfuse.paddle.static.program import Objective, Program
 
 __all__ = ["Scope", "ScopeVariable", "global_scope", "scope_guard"]
 
@@ -99,18 +97,19 @@ class Scope:
     """Named variables for the runs of programs.
 
     In the global scope a program's variables are the parameters and buffers of its module, so a run trains the module.
-    In any other scope they are copies, made when the scope first gets the program. Programs that were cloned, or
-    captured from the same module, share the variables.
+    In any other scope they are copies, made when the scope first gets the program. A program and its clones share them.
 
     Example:
         >>> import torch
         >>> from dpfuse.paddle import static
-        >>> program = static.Program(torch.nn.Linear(2, 1))
+        >>> program = static.Program()
+        >>> with static.program_guard(program):
+        ...     y = torch.nn.Linear(2, 1)(static.data("x", [None, 2]))
         >>> scope = static.Scope()
         >>> with static.scope_guard(scope):
-        ...     _ = static.Executor("cpu").run(program, feed={"input": torch.ones(1, 2)})
-        >>> scope.local_var_names()
-        ['weight', 'bias']
+        ...     _ = static.Executor("cpu").run(program, feed={"x": torch.ones(1, 2)})
+        >>> [name.removeprefix(y.name) for name in scope.local_var_names()]
+        ['.weight', '.bias']
     """
 
     def __init__(self) -> None:
@@ -143,7 +142,12 @@ class Scope:
         held: dict[str, Tensor] = {}
         origins = program.variables
         for name, origin in origins.items():
-            self._check_free(name, program.root)
+            known = self._variables.get(name)
+            if known is not None and (known.owner is None or known.owner() is not program.root):
+                raise DPFuseError(
+                    f"the scope already has a variable {name!r}, which is not this program's; expected names that only "
+                    "this program and its clones use. Run it in another scope: `with scope_guard(Scope()):`."
+                )
             if is_lazy(origin):
                 raise DPFuseError(
                     f"{name!r} has no shape yet, because it is lazy; expected a module that has run on a batch"
@@ -191,21 +195,6 @@ class Scope:
 
     def _made_of(self, origin: Tensor) -> Tensor:
         return copy.deepcopy(origin) if isinstance(origin, nn.Parameter) else origin.detach().clone()
-
-    def _check_free(self, name: str, root: nn.Module) -> None:
-        if self._is_free(name, root):
-            return
-        gc.collect()  # programs have reference cycles: a deleted program may still exist
-        if self._is_free(name, root):
-            return
-        raise DPFuseError(
-            f"the scope already has a variable {name!r} of another program; expected names that only programs of one "
-            "module share. Run one of the programs in another scope: `with scope_guard(Scope()):`."
-        )
-
-    def _is_free(self, name: str, root: nn.Module) -> bool:
-        variable = self._variables.get(name)
-        return variable is None or (variable.owner is not None and variable.owner() in (None, root))
 
 
 class _GlobalScope(Scope):

@@ -12,10 +12,10 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from dpfuse import DPFuseError
-from dpfuse.paddle.static.declarations import Feed
 from dpfuse.paddle.static.evaluation import remember_mode
+from dpfuse.paddle.static.input_spec import InputSpec
 
-__all__ = ["NamedGraph", "Recorder", "Variable", "modules_recorded"]
+__all__ = ["NamedGraph", "Recorder", "Variable", "modules_recorded", "tensors_of"]
 
 _count: Counter[str] = Counter()  # of automatic names; one per process, so that no two programs use the same name
 
@@ -25,10 +25,10 @@ class NamedGraph(Protocol):
 
     root: nn.Module
     graph: fx.Graph
+    feeds: dict[str, InputSpec]
 
-    @property
-    def feeds(self) -> dict[str, Feed]:
-        """The inputs, by name."""
+    def add_name(self, node: fx.Node) -> None:
+        """Give a new node's value a name."""
 
     def name_of(self, node: fx.Node) -> str:
         """Return the name of a node's value."""
@@ -76,14 +76,12 @@ class Variable(fx.Proxy):
     @property
     def shape(self) -> Any:
         feed = self.tracer.program.feeds.get(self.name)
-        if feed is None or feed.shape is None:
-            return fx.proxy.Attribute(self, "shape")
-        return tuple(-1 if size is None else size for size in feed.shape)
+        return fx.proxy.Attribute(self, "shape") if feed is None else feed.shape
 
     @property
     def dtype(self) -> Any:
         feed = self.tracer.program.feeds.get(self.name)
-        return fx.proxy.Attribute(self, "dtype") if feed is None or feed.dtype is None else feed.dtype
+        return fx.proxy.Attribute(self, "dtype") if feed is None else feed.dtype
 
     def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise an error: `minimize` or a loss name adds backward to a program."""
@@ -125,7 +123,10 @@ class Recorder(fx.proxy.GraphAppendingTracer):
                 "an operation on a Variable was called outside `with program_guard(program):` of its program; expected "
                 "it inside. Build the whole program under one guard, and fetch values to read them."
             )
-        return super().create_node(kind, *args, **kwargs)
+        node = super().create_node(kind, *args, **kwargs)
+        if kind != "get_attr":
+            self.program.add_name(node)
+        return node
 
     def create_arg(self, a: Any) -> Any:
         if isinstance(a, Tensor):
@@ -158,9 +159,7 @@ class Recorder(fx.proxy.GraphAppendingTracer):
     def _held(self, tensor: Tensor) -> str:
         """Return the path of a tensor below the program's root. Add it there if it is new."""
         root = self.program.root
-        for path, known in chain(
-            root.named_parameters(remove_duplicate=False), root.named_buffers(remove_duplicate=False)
-        ):
+        for path, known in tensors_of(root):
             if known is tensor:
                 return path
         if isinstance(tensor, nn.Parameter):
@@ -176,6 +175,11 @@ class Recorder(fx.proxy.GraphAppendingTracer):
             name = _unique("constant", root)
             root.register_buffer(name, tensor)
         return name
+
+
+def tensors_of(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Return the parameters and buffers of a module, with each of their names."""
+    return chain(root.named_parameters(remove_duplicate=False), root.named_buffers(remove_duplicate=False))
 
 
 @contextmanager
