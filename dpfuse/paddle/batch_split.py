@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from torch.utils._pytree import tree_leaves
 
 from dpfuse.paddle.meters import as_list
 from dpfuse.paddle.static.input_spec import InputSpec
@@ -57,7 +59,7 @@ class BatchSplit:
                 )
             items, count = [batch[name] for name in names], len(self.inputs)
         else:
-            items = list(_flat(batch))
+            items = tree_leaves(batch, is_leaf=lambda item: not isinstance(item, (list, tuple)))
             text = next((item for item in items if isinstance(item, (str, bytes))), None) if labelled else None
             if text is not None:
                 raise TypeError(
@@ -104,11 +106,3 @@ def _specs(given: Any, name: str) -> list[Spec]:
         if not isinstance(spec, (InputSpec, str)):
             raise TypeError(f"{name} must be InputSpecs or names, or a list of them, got {spec!r}")
     return specs
-
-
-def _flat(batch: Any) -> Iterator[Any]:
-    if isinstance(batch, (list, tuple)):
-        for item in batch:
-            yield from _flat(item)
-    else:
-        yield batch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 
@@ -38,29 +39,25 @@ class ProgBarLogger(Callback):
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         self._begin(f"Epoch {epoch + 1}/{self.params['epochs']}", self.params["steps"])
 
-    def on_train_batch_end(self, step: int, logs: Logs = None) -> None:
-        self._show(step, logs)
-
-    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
-        self._finish()
-
     def on_eval_begin(self, logs: Logs = None) -> None:
         self._begin("Eval begin...", (logs or {}).get("steps"))
-
-    def on_eval_batch_end(self, step: int, logs: Logs = None) -> None:
-        self._show(step, logs)
-
-    def on_eval_end(self, logs: Logs = None) -> None:
-        self._finish()
 
     def on_predict_begin(self, logs: Logs = None) -> None:
         self._begin("Predict begin...", (logs or {}).get("steps"))
 
-    def on_predict_batch_end(self, step: int, logs: Logs = None) -> None:
-        self._show(step, logs)
+    def on_train_batch_end(self, step: int, logs: Logs = None) -> None:
+        if self._display is not None:
+            values = {name: value for name, value in (logs or {}).items() if name not in ("step", "batch_size")}
+            self._display.show(step + 1, values)
 
-    def on_predict_end(self, logs: Logs = None) -> None:
-        self._finish()
+    on_eval_batch_end = on_predict_batch_end = on_train_batch_end
+
+    def on_epoch_end(self, *_: Any, **__: Any) -> None:
+        if self._display is not None:
+            self._display.finish()
+        self.close()
+
+    on_eval_end = on_predict_end = on_epoch_end
 
     def close(self) -> None:
         if self._display is not None:
@@ -72,16 +69,6 @@ class ProgBarLogger(Callback):
         if self.verbose and get_rank() == 0:
             print(title, flush=True)
             self._display = EpochDisplay(steps, self.log_freq, bar=self.verbose == 1)
-
-    def _show(self, step: int, logs: Logs) -> None:
-        if self._display is not None:
-            values = {name: value for name, value in (logs or {}).items() if name not in ("step", "batch_size")}
-            self._display.show(step + 1, values)
-
-    def _finish(self) -> None:
-        if self._display is not None:
-            self._display.finish()
-        self.close()
 
 
 class ModelCheckpoint(Callback):

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from dpfuse import DPFuseError, get_rank, get_world_size
+from dpfuse.data.order import boolean
 from dpfuse.data.position import integer
 from dpfuse.paddle.counterparts import lacks
 
@@ -63,9 +64,6 @@ class DistributedBatchSampler(Sampler[list[int]]):
                 f"dataset must have a length, got {type(dataset).__name__}, which cannot be distributed by index; pass "
                 "a map-style dataset, or split the stream by rank inside it"
             )
-        for name, flag in (("shuffle", shuffle), ("drop_last", drop_last)):
-            if not isinstance(flag, bool):
-                raise TypeError(f"{name} must be True or False, got {flag!r} of type {type(flag).__name__}")
         self.dataset = dataset
         self.batch_size = integer("batch_size", batch_size, 1)
         self.nranks = integer("num_replicas", get_world_size() if num_replicas is None else num_replicas, 1)
@@ -75,8 +73,8 @@ class DistributedBatchSampler(Sampler[list[int]]):
             raise ValueError(f"rank must be below num_replicas={self.nranks}, got {self.local_rank}")
         if len(dataset) == 0:
             raise ValueError("dataset is empty; expected at least one sample, to pad with")
-        self.shuffle = shuffle
-        self.drop_last = drop_last
+        self.shuffle = boolean("shuffle", shuffle)
+        self.drop_last = boolean("drop_last", drop_last)
         self.epoch = 0
         self.num_samples = -(-len(dataset) // self.nranks)
         self.total_size = self.num_samples * self.nranks

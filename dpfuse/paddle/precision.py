@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from dpfuse.data.order import boolean
 from dpfuse.paddle.static.names import suggestion
 
 __all__ = ["MixedPrecision"]
@@ -52,9 +53,7 @@ class MixedPrecision:
             )
         if level not in ("O0", "O1"):
             raise ValueError(f"amp_configs: got level {level!r}, expected 'O0' or 'O1'")
-        dynamic = configs.get("use_dynamic_loss_scaling", True)
-        if not isinstance(dynamic, bool):
-            raise TypeError(f"amp_configs: use_dynamic_loss_scaling must be True or False, got {dynamic!r}")
+        dynamic = boolean("amp_configs: use_dynamic_loss_scaling", configs.get("use_dynamic_loss_scaling", True))
         scaler = None
         if level == "O1" and device.type == "cuda":
             options = {name: configs[key] for key, name in SCALER_OPTIONS.items() if key in configs}

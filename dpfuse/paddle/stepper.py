@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import dpfuse
 from dpfuse import DPFuseError
+from dpfuse.paddle.checks import instance
 from dpfuse.paddle.collectives import any_rank, broadcast, world_size
 from dpfuse.paddle.data_parallel import DataParallel
 from dpfuse.paddle.precision import MixedPrecision
@@ -32,8 +33,7 @@ class Stepper:
     """
 
     def __init__(self, network: nn.Module) -> None:
-        if not isinstance(network, nn.Module):
-            raise TypeError(f"network must be a torch.nn.Module, got {type(network).__name__}; pass an instance")
+        instance("network", network, nn.Module, "pass an instance of torch.nn.Module")
         if isinstance(network, (dpfuse.DataParallel, nn.parallel.DistributedDataParallel, nn.DataParallel)):
             raise TypeError(
                 f"network is wrapped in {type(network).__name__} already; expected the bare module, which Model wraps "
@@ -84,9 +84,10 @@ class Stepper:
         Raises:
             TypeError, ValueError: An argument cannot be used.
         """
-        if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
-        closure = None if optimizer is None else inspect.signature(optimizer.step).parameters.get("closure")
+        closure = None
+        if optimizer is not None:
+            instance("optimizer", optimizer, torch.optim.Optimizer, "pass a torch.optim.Optimizer")
+            closure = inspect.signature(optimizer.step).parameters.get("closure")
         if closure is not None and closure.default is closure.empty:
             raise TypeError(
                 f"optimizer: {type(optimizer).__name__} needs a closure that computes the loss again, which Model does "

@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from dpfuse import get_rank
+from dpfuse.paddle.checks import instance
 from dpfuse.paddle.mode import network_mode
 from dpfuse.paddle.static.input_spec import InputSpec, dtype_of
 
@@ -51,8 +53,7 @@ def summary(net: nn.Module, input_size: Any = None, dtypes: Any = None, input: A
 
     Source: `paddle.summary`.
     """
-    if not isinstance(net, nn.Module):
-        raise TypeError(f"net must be a torch.nn.Module, got {type(net).__name__}")
+    instance("net", net, nn.Module)
     if (input_size is None) == (input is None):
         raise ValueError("summary needs either input_size, such as (1, 784), or input, a tensor; got both or neither")
     params = list(net.parameters())
@@ -107,13 +108,7 @@ def _rows(net: nn.Module, inputs: Sequence[Any]) -> list[tuple[str, str, str, st
 
 
 def _shapes(value: Any) -> str:
-    parts = (
-        list(value.values()) if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else [value]
-    )
-    shapes = [
-        _shapes(p) if isinstance(p, (list, tuple, Mapping)) else str(list(getattr(p, "shape", ()))) for p in parts
-    ]
-    return ", ".join(shapes)
+    return ", ".join(str(list(getattr(leaf, "shape", ()))) for leaf in tree_leaves(value))
 
 
 def _print(rows: Sequence[tuple[str, str, str, str]], counts: Mapping[str, int], size: float) -> None:

@@ -266,9 +266,9 @@ def test_places(place, monkeypatch):
 
 
 def test_other_arguments_of_run_are_checked(exe):
-    with pytest.raises(TypeError, match=r"program must be a Program, got Linear.*program_guard"):
+    with pytest.raises(TypeError, match=r"program must be an instance of Program, got Linear.*program_guard"):
         exe.run(nn.Linear(1, 1))
-    with pytest.raises(TypeError, match="scope must be a Scope, got dict"):
+    with pytest.raises(TypeError, match="scope must be an instance of Scope, got dict"):
         exe.run(static.Program(), scope={})
-    with pytest.raises(TypeError, match="scope must be a Scope, got int"), static.scope_guard(7):
+    with pytest.raises(TypeError, match="scope must be an instance of Scope, got int"), static.scope_guard(7):
         pass

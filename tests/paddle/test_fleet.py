@@ -96,7 +96,11 @@ def test_a_barrier_before_init_is_refused_where_there_are_several_ranks(monkeypa
         ({"is_collective": 1}, TypeError, "is_collective must be True or False, got 1"),
         ({"role_maker": fleet.PaddleCloudRoleMaker()}, ValueError, "parameter-server"),
         ({"role_maker": 3}, TypeError, "role_maker must be a PaddleCloudRoleMaker or None, got int"),
-        ({"is_collective": True, "strategy": {}}, TypeError, "strategy must be a fleet.DistributedStrategy, got dict"),
+        (
+            {"is_collective": True, "strategy": {}},
+            TypeError,
+            "strategy must be an instance of DistributedStrategy, got dict",
+        ),
         ({"is_collective": True, "log_level": "LOUD"}, ValueError, "LOUD"),
     ],
 )

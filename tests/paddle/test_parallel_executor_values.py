@@ -178,7 +178,7 @@ X, T = np.ones((4, 3), np.float32), np.ones((4, 2), np.float32)
         ({"x": X[:1], "t": T[:1]}, DPFuseError, "1 samples of 'x' make only 1 chunks of 1, less than the 2 devices"),
         ([{"x": X, "t": T}], ValueError, "feed is a list of 1, expected one dict for each of the 2 devices"),
         ([{"x": X, "t": T}] * 3, ValueError, "feed is a list of 3"),
-        ([{"x": X, "t": T}, [X, T]], TypeError, r"feed\[1\] is a list; expected a dict"),
+        ([{"x": X, "t": T}, [X, T]], TypeError, r"feed\[1\] must be a dict of arrays by name, got list"),
         ([{"x": X, "t": T}, {"x": X}], ValueError, r"feed\[1\] lacks 't'"),
         ([{"x": X, "t": T}, {"x": X, "T": T}], ValueError, r"feed\[1\] has 'T'.*Known are"),
         (X, TypeError, "feed must be a dict of arrays by name, got ndarray"),

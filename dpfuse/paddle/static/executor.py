@@ -6,6 +6,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from dpfuse import DPFuseError
+from dpfuse.paddle.checks import instance
 from dpfuse.paddle.static.device_thread import on_device
 from dpfuse.paddle.static.feed import checked_feed
 from dpfuse.paddle.static.fetch import fetch_names, unmerged
@@ -110,8 +111,6 @@ def program_and_scope(program: Any, scope: Any) -> tuple[Program, Scope]:
     """
     program = default_main_program() if program is None else program
     scope = global_scope() if scope is None else scope
-    if not isinstance(program, Program):
-        raise TypeError(f"program must be a Program, got {type(program).__name__}; build one under program_guard")
-    if not isinstance(scope, Scope):
-        raise TypeError(f"scope must be a Scope, got {type(scope).__name__}; pass Scope() or None")
-    return program, scope
+    return instance("program", program, Program, "build one under program_guard"), instance(
+        "scope", scope, Scope, "pass Scope()"
+    )

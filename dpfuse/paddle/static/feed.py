@@ -81,9 +81,6 @@ def split_feed(feed: Any, feeds: Mapping[str, InputSpec], devices: int, kind: st
         DPFuseError: There are not enough rows for all devices of a training program.
     """
     if isinstance(feed, (list, tuple)):
-        for index, one in enumerate(feed):
-            if not isinstance(one, Mapping):
-                raise TypeError(f"feed[{index}] is a {type(one).__name__}; expected a dict of arrays by name")
         if len(feed) != devices:
             raise ValueError(f"feed is a list of {len(feed)}, expected one dict for each of the {devices} devices")
         return [checked_feed(one, feeds, f"feed[{index}]") for index, one in enumerate(feed)]

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from dpfuse import DPFuseError
+from dpfuse.paddle.checks import instance
 from dpfuse.paddle.static.input_spec import InputSpec, dtype_of
 from dpfuse.paddle.static.program import Program
 from dpfuse.paddle.static.variable import Variable, modules_recorded
@@ -69,12 +70,9 @@ def program_guard(main_program: Program, startup_program: Program | None = None)
         'mean'
     """
     global _main, _startup
-    for what, program in (("main_program", main_program), ("startup_program", startup_program)):
-        if not isinstance(program, Program) and not (program is None and what == "startup_program"):
-            raise TypeError(f"{what} must be a Program, got {type(program).__name__}")
     before = _main, _startup
-    _main = main_program
-    _startup = startup_program or _startup
+    startup = _startup if startup_program is None else instance("startup_program", startup_program, Program)
+    _main, _startup = instance("main_program", main_program, Program), startup
     _startup.initialises.add(main_program)
     main_program.recorder.active += 1
     try:

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dpfuse.paddle.checks import instance
+
 __all__ = ["InputSpec", "dtype_of"]
 
 
@@ -60,8 +62,7 @@ class InputSpec:
     @classmethod
     def from_tensor(cls, tensor: Tensor, name: str | None = None) -> InputSpec:
         """Return the description of `tensor`."""
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"tensor must be a torch.Tensor, got {type(tensor).__name__}; use from_numpy for arrays")
+        instance("tensor", tensor, Tensor, "use from_numpy for arrays")
         return cls(tuple(tensor.shape), tensor.dtype, name)
 
     @classmethod

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 from dpfuse import DPFuseError, reduce_replicas
+from dpfuse.data.order import boolean
+from dpfuse.paddle.checks import instance
 from dpfuse.paddle.static.device_thread import on_device
 from dpfuse.paddle.static.executor import program_and_scope
 from dpfuse.paddle.static.feed import Fed, given_feed, split_feed
@@ -96,14 +98,14 @@ class ParallelExecutor:
         trainer_id: int = 0,
         scope: Scope | None = None,
     ) -> None:
-        if not isinstance(use_cuda, bool):
-            raise TypeError(f"use_cuda must be True or False, got {use_cuda!r}")
-        if share_vars_from is not None and not isinstance(share_vars_from, ParallelExecutor):
-            raise TypeError(f"share_vars_from must be a ParallelExecutor, got {type(share_vars_from).__name__}")
-        self._strategy = _setting("exec_strategy", exec_strategy, ExecutionStrategy)
-        self._build = _setting("build_strategy", build_strategy, BuildStrategy)
-        if share_vars_from is not None and scope is None:
-            scope = share_vars_from._set.scopes[0]
+        boolean("use_cuda", use_cuda)
+        exec_strategy = ExecutionStrategy() if exec_strategy is None else exec_strategy
+        build_strategy = BuildStrategy() if build_strategy is None else build_strategy
+        self._strategy = copy.copy(instance("exec_strategy", exec_strategy, ExecutionStrategy))
+        self._build = copy.copy(instance("build_strategy", build_strategy, BuildStrategy))
+        if share_vars_from is not None:
+            instance("share_vars_from", share_vars_from, ParallelExecutor)
+            scope = share_vars_from._set.scopes[0] if scope is None else scope
         given, scope = program_and_scope(main_program, scope)
         self._program = given.clone()
         self._loss = self._checked_loss(loss_name)
@@ -290,9 +292,3 @@ class ParallelExecutor:
             )
         if scope is not other._set.scopes[0]:
             raise ValueError("scope is not the scope of share_vars_from; expected the same scope. Leave it out.")
-
-
-def _setting(name: str, value: Any, kind: type[Any]) -> Any:
-    if value is not None and not isinstance(value, kind):
-        raise TypeError(f"{name} must be an instance of {kind.__name__}, got {type(value).__name__}")
-    return kind() if value is None else copy.copy(value)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from dpfuse import DPFuseError
+from dpfuse.paddle.checks import instance
 from dpfuse.paddle.static.fetch import to_numpy
 from dpfuse.paddle.static.program import Objective, Program
 
@@ -247,9 +248,7 @@ def scope_guard(scope: Scope) -> Iterator[None]:
         True
     """
     global _scope
-    if not isinstance(scope, Scope):
-        raise TypeError(f"scope must be a Scope, got {type(scope).__name__}; pass Scope()")
-    before, _scope = _scope, scope
+    before, _scope = _scope, instance("scope", scope, Scope, "pass Scope()")
     try:
         yield
     finally:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dpfuse import DPFuseError
+from dpfuse.paddle.checks import number
 from dpfuse.paddle.distributed.fleet.gradient_merge import GradientMerge
 
 __all__ = ["DistributedOptimizer"]
@@ -141,15 +142,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
             TypeError: `value` is not a number.
             DPFuseError: A scheduler sets the learning rate.
         """
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise TypeError(f"value must be a number, got {value!r} of type {type(value).__name__}")
+        value = float(number("value", value))
         if any("initial_lr" in group for group in self.param_groups):
             raise DPFuseError("a scheduler sets the learning rate of this optimizer; change it there")
         for group in self.param_groups:
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(value)
             else:
-                group["lr"] = float(value)
+                group["lr"] = value
 
     def state_dict(self) -> dict[str, Any]:
         """Return the inner optimizer's state dict."""

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from dpfuse import DPFuseError, get_world_size, init_parallel_env
+from dpfuse.data.order import boolean
+from dpfuse.paddle.checks import instance
 from dpfuse.paddle.collectives import agree
 from dpfuse.paddle.data_parallel import DataParallel
 from dpfuse.paddle.distributed.fleet.gradient_merge import follow_optimizers
@@ -86,16 +88,12 @@ def init(
         is_collective = getattr(role_maker, "_is_collective", None)  # type: ignore[assignment]
         if is_collective is None:
             raise TypeError(f"role_maker must be a PaddleCloudRoleMaker or None, got {type(role_maker).__name__}")
-    if not isinstance(is_collective, bool):
-        raise TypeError(f"is_collective must be True or False, got {is_collective!r}")
-    if not is_collective:
+    if not boolean("is_collective", is_collective):
         raise ValueError(
             "fleet.init without is_collective=True asks for Paddle's parameter-server mode, which does not exist here; "
             "write fleet.init(is_collective=True), or pass PaddleCloudRoleMaker(is_collective=True)"
         )
-    if strategy is None:
-        strategy = DistributedStrategy()
-    _check_strategy(strategy)
+    strategy = DistributedStrategy() if strategy is None else instance("strategy", strategy, DistributedStrategy)
     logging.getLogger("dpfuse").setLevel(log_level)
     init_parallel_env()
     degree, size = strategy.hybrid_configs["dp_degree"], get_world_size()
@@ -171,7 +169,7 @@ def distributed_optimizer(
             f"optimizer must be a torch.optim.Optimizer that is not distributed yet, got {type(optimizer).__name__}"
         )
     if strategy is not None:
-        _check_strategy(strategy)
+        instance("strategy", strategy, DistributedStrategy)
         if session.models and strategy != session.strategy:
             raise DPFuseError(
                 f"distributed_optimizer got {strategy!r}, but distributed_model has wrapped a model with "
@@ -189,8 +187,3 @@ def _current() -> Session:
     if _session is None:
         raise DPFuseError("fleet has not been initialised; call fleet.init(is_collective=True) first")
     return _session
-
-
-def _check_strategy(strategy: Any) -> None:
-    if not isinstance(strategy, DistributedStrategy):
-        raise TypeError(f"strategy must be a fleet.DistributedStrategy, got {type(strategy).__name__}")

@@ -11,6 +11,7 @@ from typing import Any
 
 from dpfuse.data.order import boolean
 from dpfuse.data.position import integer
+from dpfuse.paddle.checks import number
 from dpfuse.paddle.distributed.fleet.strategy_fields import INSTEAD, SUPPORTED, UNSUPPORTED
 from dpfuse.paddle.static.names import suggestion
 
@@ -130,9 +131,7 @@ def _count(name: str, value: Any) -> int:
 
 
 def _size(name: str, value: Any) -> Any:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
-    if math.isnan(value) or value < 0:
+    if math.isnan(number(name, value)) or value < 0:
         raise ValueError(f"{name} must be at least 0, got {value!r}")
     return value
 
