@@ -6,7 +6,7 @@ import os
 import pickle
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from dpfuse.model.state_dict import without_prefix
 from dpfuse.wrapper import bare_module
 
-__all__ = ["legacy_torch_file", "read_paddle_file", "to_torch_state_dict"]
+__all__ = ["read_paddle_file", "to_torch_state_dict"]
 
 NAMES = "StructuredToParameterName@@"  # the key of Paddle's own names for parameters
 SPLIT = "UnpackBigParamInfor@@"  # the key of how large arrays were cut, for protocols 2 and 3
@@ -50,6 +50,11 @@ def read_paddle_file(path: str | os.PathLike[str]) -> Any:
             f"{name!r} begins as a pickle and cannot be read ({reason}); expected a whole file of paddle.save. Copy it "
             "again, or save it again."
         ) from None
+    if isinstance(found, int):  # files of torch.save began with a number before torch 1.6
+        raise ValueError(
+            f"{name!r} is a file of torch.save in its old format; expected one of paddle.save. Load it with torch.load, "
+            "and save it again."
+        )
     return _as_tensors(_joined(found) if isinstance(found, dict) else found)
 
 
@@ -169,14 +174,6 @@ class _ArrayUnpickler(pickle.Unpickler):
     def persistent_load(self, pid: Any) -> Any:
         """Refuse references out of the file, which torch's old files have."""
         raise _ForbiddenError("a reference out of the file")
-
-
-def legacy_torch_file(file: IO[bytes]) -> bool:
-    """Whether the file is a pickle of torch.save before torch 1.6, which begins with a number."""
-    try:
-        return isinstance(_ArrayUnpickler(file).load(), int)
-    except Exception:
-        return False
 
 
 def _joined(state: dict[Any, Any]) -> dict[Any, Any]:

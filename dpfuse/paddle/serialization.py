@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from dpfuse.paddle.meters import to_numpy
-from dpfuse.paddle.paddle_files import legacy_torch_file, read_paddle_file
+from dpfuse.paddle.paddle_files import read_paddle_file
 
 __all__ = ["load", "save", "written_whole"]
 
@@ -74,7 +74,7 @@ def save(obj: Any, path: str | os.PathLike[str], protocol: int = 4) -> None:
 
 
 def load(path: str | os.PathLike[str], return_numpy: bool = False) -> Any:
-    """Read a file of `save`, of torch.save, or of real Paddle's `paddle.save`. No code in the file is run.
+    """Read a file of `save`, of torch.save (since torch 1.6), or of real Paddle's `paddle.save`. It runs no code of it.
 
     Linear weights of a file of Paddle are [in, out]: see `to_torch_state_dict`.
 
@@ -96,11 +96,10 @@ def load(path: str | os.PathLike[str], return_numpy: bool = False) -> Any:
         raise FileNotFoundError(f"{os.fspath(path)!r} {what}; expected a file that save() has written")
     with open(path, "rb") as file:
         head = file.read(2)
-        file.seek(0)
-        if head[:1] == PICKLE and not legacy_torch_file(file):
-            found = read_paddle_file(path)
-            return tree_map(to_numpy, found) if return_numpy else found
-    if head != ZIP and head[:1] != PICKLE:
+    if head[:1] == PICKLE:
+        found = read_paddle_file(path)
+        return tree_map(to_numpy, found) if return_numpy else found
+    if head != ZIP:
         raise ValueError(
             f"{os.fspath(path)!r} cannot be read ({f'it begins with {head!r}' if head else 'it is empty'}); expected a "
             "file of tensors that dpfuse.paddle.save, torch.save or real Paddle's paddle.save has written"

@@ -56,8 +56,7 @@ class Replica:
         self._order = [node for node in program.graph.nodes if node.op != "output"]
         self._last_used_by = _last_uses(self._order)
         self._trains = False  # whether the gradients are those of the last run
-        self._kept: dict[fx.Node, Any] = {}
-        self._versions: dict[fx.Node, int] = {}
+        self._kept: dict[fx.Node, tuple[Any, int]] = {}  # values, and how often each had been written to
 
     def run(
         self,
@@ -84,7 +83,8 @@ class Replica:
             self._clear_gradients()
         wanted = {name.removesuffix(GRAD) for name in names} | ({loss} if loss else set())
         keep = {self.nodes[name] for name in wanted if name in self.nodes}
-        retain = {self.nodes[name] for name in map(_base_of_gradient, names) if name in self.nodes}
+        gradients = {name.removesuffix(GRAD) for name in names if name.endswith(GRAD)}
+        retain = {self.nodes[name] for name in gradients if name in self.nodes}
         with torch.set_grad_enabled(loss is not None):
             self._forward(feed, keep, retain)
         if loss is not None:
@@ -98,14 +98,15 @@ class Replica:
         """
         base = name.removesuffix(GRAD)
         node = self.nodes.get(base)
-        if node is not None and node in self._versions and base == name:
-            tensor = self._kept[node]
-            if tensor._version != self._versions[node]:
+        if node is None:
+            value = self.tensors[base]
+        else:
+            value, writes = self._kept[node]
+            if base == name and _writes(value) != writes:
                 raise DPFuseError(
                     f"{name!r} cannot be fetched: a later operation overwrote it in place. Use an out-of-place version "
                     "of that operation, or fetch its result."
                 )
-        value = self.tensors[base] if node is None else self._kept[node]
         if base == name:
             return value
         gradient = value.grad if isinstance(value, Tensor) else None
@@ -123,7 +124,7 @@ class Replica:
 
     def drop(self) -> None:
         """Release the intermediate values and gradients of the last run."""
-        self._kept, self._versions = {}, {}
+        self._kept = {}
         if self._trains:
             self._clear_gradients()
 
@@ -138,17 +139,12 @@ class Replica:
                 value = self._computed(node, values, feed)
             except Exception as error:  # modules and functions are the user's
                 names = {known: name for name, known in self.nodes.items()}
-                raise DPFuseError(
-                    f"device {self.index} ({self.device}) failed to compute {names.get(node, node.name)!r}: "
-                    f"{type(error).__name__}: {error}"
-                ) from error
+                raise self._failure(f"to compute {names.get(node, node.name)!r}", error) from error
             values[node] = value
             if node in keep:
-                self._kept[node] = value
-                if isinstance(value, Tensor):
-                    self._versions[node] = value._version
-                    if node in retain and value.requires_grad:
-                        value.retain_grad()
+                self._kept[node] = value, _writes(value)
+                if node in retain and isinstance(value, Tensor) and value.requires_grad:
+                    value.retain_grad()
             for used_up in self._last_used_by[node]:
                 del values[used_up]
         self._take_assigned_buffers()
@@ -177,7 +173,7 @@ class Replica:
         return target(*args, **kwargs)
 
     def _backward(self, name: str, seed: float | Tensor) -> None:
-        loss = self._kept[self.nodes[name]]
+        loss, _ = self._kept[self.nodes[name]]
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"type {type(loss).__name__}"
             raise DPFuseError(
@@ -191,10 +187,14 @@ class Replica:
         try:
             loss.backward(gradient)
         except Exception as error:
-            raise DPFuseError(
-                f"device {self.index} ({self.device}) failed in the backward of {name!r}: {type(error).__name__}: "
-                f"{error}"
-            ) from error
+            raise self._failure(f"in the backward of {name!r}", error) from error
+
+    def _failure(self, what: str, error: Exception) -> DPFuseError:
+        return DPFuseError(f"device {self.index} ({self.device}) failed {what}: {type(error).__name__}: {error}")
+
+
+def _writes(value: Any) -> int:
+    return value._version if isinstance(value, Tensor) else 0
 
 
 def _modules_of(program: Program, tensors: Mapping[str, Tensor]) -> dict[str, nn.Module]:
@@ -219,7 +219,3 @@ def _last_uses(order: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
                 seen.add(value)
                 freed[node].append(value)
     return freed
-
-
-def _base_of_gradient(name: str) -> str:
-    return name.removesuffix(GRAD) if name.endswith(GRAD) else ""
