@@ -20,9 +20,9 @@ class BatchSplit:
     """Decides which items of a batch are inputs of the network and which are labels.
 
     Args:
-        inputs: specs or names, in the order of the network's arguments; a dict of specs by name; None.
-        labels: the same, in the order of the loss's arguments.
-        forward: the network's forward.
+        inputs, labels: specs or names, in the order of the arguments of the network and the loss; a dict of specs by
+            name; None.
+        forward: the network's; its signature tells how many inputs it takes.
     """
 
     def __init__(self, inputs: Any, labels: Any, forward: Callable[..., Any]) -> None:

@@ -45,7 +45,6 @@ class Batches:
             it is.
         name: the argument, for errors.
         batch_size: samples of each rank's batch, for a dataset.
-        shuffle, drop_last, num_workers: the same, for a dataset.
         epoch: the first epoch; it seeds a dataset's order.
         pin_memory: whether batches are copied to a GPU.
     """
@@ -169,11 +168,7 @@ class Batches:
 
 
 class Shares:
-    """Combines what the ranks computed on their shares: every sample once, in the order of the dataset.
-
-    Args:
-        batches: with the distribution SHARED.
-    """
+    """Combines what the ranks computed on their shares: every sample once, in the order of the dataset."""
 
     def __init__(self, batches: Batches) -> None:
         loader: Any = batches.loader
@@ -182,10 +177,7 @@ class Shares:
         self.batch_size = int(loader.batch_sampler.batch_size)
 
     def gather(self, tensors: Sequence[Tensor]) -> tuple[np.ndarray[Any, Any], list[Tensor]]:
-        """Exchange the rows of one step.
-
-        Args:
-            tensors: [samples of this rank's batch, …].
+        """Exchange the rows of one step: tensors of [samples of this rank's batch, …].
 
         Returns:
             The numbers of samples that appear for the first time, ascending, and their rows.

@@ -60,11 +60,7 @@ def agree(text: str, what: str, remedy: str = "", *, number: int = 0) -> tuple[i
 
 
 def any_rank(flag: bool, what: str = "a barrier") -> bool:
-    """Whether `flag` is set on some rank. When it returns, all ranks have called it.
-
-    Args:
-        flag: this rank's flag.
-        what: the place in the program, for the error.
+    """Whether `flag` is set on some rank. When it returns, all ranks have called it, at the place `what`.
 
     Raises:
         DPFuseError: Some ranks call it with another `what`. Every rank raises.
@@ -73,12 +69,7 @@ def any_rank(flag: bool, what: str = "a barrier") -> bool:
 
 
 def broadcast(tensors: Iterable[tuple[str, Tensor]], what: str, *facts: str) -> None:
-    """Overwrite the named tensors of all ranks with those of rank 0.
-
-    Args:
-        tensors: with their names.
-        what: they are, for the error.
-        facts: what else must be equal on all ranks.
+    """Overwrite the named tensors of all ranks with those of rank 0. `facts` must be equal on all ranks, too.
 
     Raises:
         DPFuseError: The ranks' tensors differ in name, dtype, shape or `requires_grad`, or the facts differ. Every
@@ -96,12 +87,8 @@ def broadcast(tensors: Iterable[tuple[str, Tensor]], what: str, *facts: str) -> 
 def gather_rows(tensors: Sequence[Tensor], rows: int) -> list[Tensor]:
     """Return the rows of all ranks, in the order of the ranks, on every rank. There must be several ranks.
 
-    Args:
-        tensors: each [rows, …], any dtype. Only `rows` may differ between ranks.
-        rows: samples in this rank's batch.
-
-    Returns:
-        As many tensors, [sum of rows, …], on the device of the first tensor, with equal bits.
+    Each tensor is [rows, …], of any dtype; only `rows` may differ between ranks. The results are [sum of rows, …], on
+    the device of the first tensor, with equal bits.
 
     Raises:
         DPFuseError: A tensor has another number of rows, or the ranks' tensors differ in number, shape or dtype. Every

@@ -94,10 +94,7 @@ COUNTERPARTS: dict[str, str] = {
 
 
 def text_of(path: str) -> str:
-    """Return one line: what is not here, and what PyTorch has in its place.
-
-    Args:
-        path: a name of Paddle without `paddle.` at its beginning.
+    """Return one line: what is not here, and what PyTorch has in its place. `path` does not begin with `paddle.`.
 
     Example:
         >>> from dpfuse.paddle.counterparts import text_of
@@ -121,11 +118,7 @@ def _counterpart(path: str) -> str | None:
 
 
 def lacks(module: str) -> Callable[[str], NoReturn]:
-    """Return the `__getattr__` of a module of this package: it raises AttributeError with the counterpart.
-
-    Args:
-        module: the module's `__name__`.
-    """
+    """Return the `__getattr__` of a module of this package: it raises AttributeError with the counterpart."""
     prefix = module.removeprefix(PACKAGE).removeprefix(".")
 
     def missing(name: str) -> NoReturn:

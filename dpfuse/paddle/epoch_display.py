@@ -13,12 +13,9 @@ __all__ = ["EpochDisplay"]
 
 
 class EpochDisplay:
-    """Prints the steps of one epoch.
+    """Prints the steps of one epoch: a line every `log_freq` steps and for the last one, or a bar.
 
-    Args:
-        steps: their number; None if unknown.
-        log_freq: steps from one line to the next; the last step has a line too.
-        bar: whether to draw a bar if rich is installed and the output is a terminal.
+    There is a bar if it is asked for, rich is installed and the output is a terminal.
     """
 
     def __init__(self, steps: int | None, log_freq: int, bar: bool) -> None:

@@ -22,14 +22,7 @@ __all__ = ["Loops"]
 
 
 class Loops:
-    """Iterates over batches with one stepper, and calls the callbacks.
-
-    Args:
-        stepper: runs the steps.
-        split: splits batches into inputs and labels.
-        meters: the metrics.
-        callbacks: called before and after every batch.
-    """
+    """Iterates over batches with one stepper, and calls the callbacks before and after every batch."""
 
     def __init__(self, stepper: Stepper, split: BatchSplit, meters: Meters, callbacks: CallbackList) -> None:
         self._stepper = stepper

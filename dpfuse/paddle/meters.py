@@ -36,10 +36,6 @@ class Meters:
     have `update(preds, target)`, `compute` and `reset`, and their name is that of the class. Metrics must not exchange
     anything between ranks: for torchmetrics this is switched off.
 
-    Args:
-        metrics: one or a list.
-        device: device of the outputs.
-
     Raises:
         TypeError: An object is no metric of these kinds.
     """

@@ -52,7 +52,7 @@ def read_paddle_file(path: str | os.PathLike[str]) -> Any:
         ) from None
     if isinstance(found, int):  # files of torch.save began with a number before torch 1.6
         raise ValueError(
-            f"{name!r} is a file of torch.save in its old format; expected one of paddle.save. Load it with torch.load, "
+            f"{name!r} is a file of torch.save in its old format; expected one of paddle.save. Use torch.load, "
             "and save it again."
         )
     return _as_tensors(_joined(found) if isinstance(found, dict) else found)

@@ -33,11 +33,7 @@ class MixedPrecision:
 
     @classmethod
     def from_configs(cls, configs: Any, device: torch.device) -> MixedPrecision:
-        """Return the precision that `configs` means on `device`.
-
-        Raises:
-            TypeError, ValueError: A level or a key is not supported.
-        """
+        """Return the precision that `configs` of `Model.prepare` means on `device`."""
         if configs is None or isinstance(configs, str):
             configs = {"level": configs or "O0"}
         if not isinstance(configs, Mapping):

@@ -23,10 +23,8 @@ __all__ = ["Stepper"]
 class Stepper:
     """Runs forward, backward and optimizer steps of one network on this rank's device.
 
-    On several ranks a DataParallel around the network averages its gradients.
-
-    Args:
-        network: the bare module. If it is on the CPU and there is a GPU, it is moved to the current GPU.
+    On several ranks a DataParallel around the network averages its gradients. A network on the CPU is moved to the
+    current GPU if there is one.
 
     Raises:
         TypeError: `network` is no module, or is already wrapped.
@@ -114,11 +112,7 @@ class Stepper:
             raise DPFuseError("training needs an optimizer and a loss; call model.prepare(optimizer, loss) first")
 
     def to_device(self, items: Sequence[Any]) -> list[Tensor]:
-        """Return tensors, arrays or numbers as tensors on the device.
-
-        Raises:
-            TypeError: An item is none of these.
-        """
+        """Return tensors, arrays or numbers as tensors on the device. Raise TypeError for another item."""
         # Only copies from other than pinned memory make the host wait.
         return [_tensor(item).to(self.device, non_blocking=True) for item in items]
 

@@ -13,13 +13,9 @@ __all__ = ["on_device"]
 
 
 def on_device(function: Callable[[Replica], None]) -> Callable[[Replica], None]:
-    """Wrap `function` for another thread. Autocast, the current device and its stream are settings of a thread.
+    """Wrap `function` for another thread, which gets the present settings of this thread for the replica's device.
 
-    Args:
-        function: the function to call.
-
-    Returns:
-        A function that gives its thread the present settings of this thread, for the replica's device.
+    Autocast, the current device and its stream are settings of a thread.
     """
     autocast = {
         kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))

@@ -34,12 +34,7 @@ def given_feed(feed: Any, feed_dict: Any) -> Any:
 
 
 def checked_feed(feed: Any, feeds: Mapping[str, InputSpec], what: str = "feed") -> Fed:
-    """Check names, dtypes and shapes of a feed. Return it with lists converted to arrays.
-
-    Args:
-        feed: the user's feed; None means an empty dictionary.
-        feeds: the program's inputs.
-        what: the feed's name in errors.
+    """Check names, dtypes and shapes of a feed. Return it with lists converted to arrays. Errors call it `what`.
 
     Raises:
         TypeError: `feed` is no dictionary.
@@ -64,17 +59,8 @@ def split_feed(feed: Any, feeds: Mapping[str, InputSpec], devices: int, kind: st
     """Return the feed of each device.
 
     A dictionary is cut along dim 0 into consecutive chunks of ceil(n / devices) rows, as Paddle 2 does. For example,
-    three rows on two devices are two and one. A list holds one dictionary per device and is not cut.
-
-    Args:
-        feed: the user's feed.
-        feeds: the program's inputs.
-        devices: number of devices.
-        kind: kind of the devices, for errors.
-        training: whether every device must get rows. A test program may leave devices idle.
-
-    Returns:
-        One dictionary per device in use.
+    three rows on two devices are two and one. A list holds one dictionary per device and is not cut. In training every
+    device must get rows. A test program may leave devices idle: then there are fewer dictionaries.
 
     Raises:
         TypeError, ValueError: As for `checked_feed`; or a list has another length, or the arrays' lengths differ.

@@ -18,13 +18,7 @@ __all__ = ["fetch_names", "merged", "to_numpy", "unmerged"]
 
 
 def fetch_names(fetch_list: Any, program: Program, known: Collection[str], gradients: bool) -> list[str]:
-    """Return the names in `fetch_list`, checked.
-
-    Args:
-        fetch_list: names, or variables; None means an empty list.
-        program: the program to run.
-        known: names of the program that need no further check.
-        gradients: whether this run computes gradients.
+    """Return the names in `fetch_list`, checked. Those in `known` are names of the program. None means an empty list.
 
     Raises:
         TypeError: `fetch_list` is not a list, or holds something else.

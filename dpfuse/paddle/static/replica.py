@@ -25,11 +25,7 @@ class Replica:
     The modules are copies of the program's modules, with the tensors of the scope. So replicas can run at the same
     time, and test programs can run in another mode than training programs.
 
-    Args:
-        program: the program to run. Later changes of it have no effect.
-        scope: holds its variables.
-        device: the device on which it runs.
-        index: number of the device, for errors.
+    Later changes of the program have no effect.
 
     Attributes:
         nodes: feeds and intermediate values of the program, by name.

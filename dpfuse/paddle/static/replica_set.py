@@ -17,17 +17,7 @@ _State = tuple[int, int, bool]  # writes so far, address, requires_grad
 
 
 class ReplicaSet:
-    """One replica per device. The replica of the first device lives in the user's scope.
-
-    Args:
-        program: the program that the replicas run.
-        scopes: one per device.
-        devices: the devices; one device may occur several times.
-
-    Attributes:
-        replicas: by device.
-        scopes: by device.
-    """
+    """One replica and one scope per device; a device may occur twice. The first replica is in the user's scope."""
 
     def __init__(self, program: Program, scopes: Sequence[Scope], devices: Sequence[torch.device]) -> None:
         self.scopes = list(scopes)

@@ -20,16 +20,8 @@ def seeds_of(
 ) -> tuple[Any, list[Seed]]:
     """Split a feed into the program's feed and the gradient of the loss on each device.
 
-    Args:
-        feed: the user's feed: a dictionary or a list of dictionaries, not yet checked.
-        name: key of the loss's gradient in the feed.
-        strategy: source of that gradient. Gradients are summed over devices and trainers, so 1 / their number gives the
-            mean.
-        devices: number of devices of this process.
-        trainers: number of processes.
-
-    Returns:
-        The feed without that gradient, and one seed per device.
+    Gradients are summed over devices and trainers, so 1 / their number gives the mean. The feed is not yet checked; the
+    returned one is without the gradient, which has the key `name`.
 
     Raises:
         ValueError: The number of fed seeds is not the number of devices.

@@ -17,11 +17,7 @@ __all__ = ["Trainers"]
 
 
 class Trainers:
-    """The processes of a job.
-
-    Args:
-        num_trainers: number of processes; 1 needs no process group.
-        trainer_id: this process's number.
+    """The processes of a job. One process needs no process group.
 
     Raises:
         TypeError, ValueError: A number is no integer, is out of range, or does not fit the process group.

@@ -71,11 +71,7 @@ _all_merges: WeakSet[GradientMerge] = WeakSet()
 
 
 def follow_optimizers(model: dpfuse.DataParallel) -> list[GradientMerge]:
-    """Let a model communicate in the last iterations of the optimizers that hold its parameters.
-
-    Returns:
-        The cycles of these optimizers. If they differ, the model communicates in the last iteration of each.
-    """
+    """Let a model communicate in the last iteration of each optimizer of its parameters. Return their cycles."""
     ids = {id(param) for param in model.parameters()}
     merges = [
         merge

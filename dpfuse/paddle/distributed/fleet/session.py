@@ -27,11 +27,7 @@ __all__ = ["distributed_model", "distributed_optimizer", "init"]
 
 
 class Session:
-    """The strategy in force, and the models made under it.
-
-    Args:
-        strategy: a private copy.
-    """
+    """The strategy in force, a private copy, and the models made under it."""
 
     def __init__(self, strategy: DistributedStrategy) -> None:
         self.strategy = strategy
