@@ -110,10 +110,9 @@ def _counterpart(path: str) -> str | None:
     if path in COUNTERPARTS:
         return COUNTERPARTS[path]
     parent, _, name = path.rpartition(".")
-    if parent == "distributed" and hasattr(torch.distributed, name):
-        return f"torch.distributed.{name}"
-    if not parent and hasattr(torch, name):
-        return f"torch.{name}"
+    places = {"": torch, "distributed": torch.distributed}
+    if parent in places and hasattr(places[parent], name):
+        return f"torch.{path}"
     return _counterpart(parent) if parent else None
 
 

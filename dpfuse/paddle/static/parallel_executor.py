@@ -126,7 +126,6 @@ class ParallelExecutor:
         self._warned = False
         threads = self._strategy.num_threads or self.device_count
         self._pool = ThreadPoolExecutor(min(threads, self.device_count), "dpfuse-device")
-        self._feeds = self._program.feeds
         self._known = {*self._set.replicas[0].nodes, *self._set.replicas[0].tensors}
         self._runs = 0
 
@@ -248,10 +247,11 @@ class ParallelExecutor:
         """Return the feed of each device in use, and the gradient of the loss there."""
         training = self._loss is not None
         seeds: list[Seed] = [1.0] * self.device_count
-        if self._loss is not None:
+        if training:
             strategy = self._build.gradient_scale_strategy
             feed, seeds = seeds_of(feed, f"{self._loss}{GRAD}", strategy, self.device_count, self._trainers.count)
-        return split_feed(feed, self._feeds, self.device_count, self._devices[0].type.upper(), training), seeds
+        kind = self._devices[0].type.upper()
+        return split_feed(feed, self._program.feeds, self.device_count, kind, training), seeds
 
     def _look_at_variables(self) -> None:
         for scope, replica in zip(self._set.scopes, self._set.replicas, strict=True):

@@ -105,15 +105,10 @@ def place_of(place: Any) -> torch.device:
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if not isinstance(place, (str, torch.device)):
         raise TypeError(f"place must be CPUPlace(), CUDAPlace(0), 'cpu' or 'gpu:0', got {place!r}")
-    try:
-        device = torch.device(re.sub(r"^gpu", "cuda", place) if isinstance(place, str) else place)
-    except RuntimeError:
-        raise ValueError(f"place is {place!r}; expected 'cpu' or 'gpu:0'") from None
-    if device.type == "cuda":
-        return cuda_places([device.index or 0])[0]
-    if device.type != "cpu":
+    found = re.fullmatch(r"(cpu|gpu|cuda)(?::(\d+))?", str(place))
+    if found is None:
         raise ValueError(f"place is {place!r}; expected 'cpu' or 'gpu:0'")
-    return device
+    return torch.device("cpu") if found[1] == "cpu" else cuda_places([int(found[2] or 0)])[0]
 
 
 def _cpu_num() -> int:

@@ -156,7 +156,7 @@ class Program:
         """Name a new node after its feed, module or function. A number is added to a name that is taken."""
         name = str(node.target) if node.op in ("placeholder", "call_module") else node.name
         names = chain([name], (f"{name}_{number}" for number in count(1)))
-        self.nodes[next(one for one in names if not self._is_taken(one))] = node
+        self.nodes[next(one for one in names if one not in self.nodes)] = node
 
     def rename(self, node: fx.Node, name: str) -> None:
         """Give a node's value a name. Its earlier names remain valid.
@@ -183,11 +183,8 @@ class Program:
         self.feeds[name] = spec
         return self.recorder.proxy(self.recorder.create_node("placeholder", name, (), {}))
 
-    def _is_taken(self, name: str) -> bool:
-        return name in self.nodes or name in self.variables
-
     def _check_free(self, name: str, what: str) -> None:
-        if not name or name.endswith(GRAD) or self._is_taken(name):
+        if not name or name.endswith(GRAD) or name in self.nodes or name in self.variables:
             raise ValueError(
                 f"{name!r} cannot name {what}; expected a name that no other variable of the program has, without "
                 f"{GRAD} at its end"

@@ -49,7 +49,7 @@ class Replica:
         if program.objective is not None:
             self.optimizer = scope.optimizer(program.objective, list(self.trainable.values()))
         self._modules = _modules_of(program, self.tensors)
-        self._order = [node for node in program.graph.nodes if node.op != "output"]
+        self._order = list(program.graph.nodes)
         self._last_used_by = _last_uses(self._order)
         self._trains = False  # whether the gradients are those of the last run
         self._kept: dict[fx.Node, tuple[Any, int]] = {}  # values, and how often each had been written to

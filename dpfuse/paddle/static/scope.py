@@ -137,7 +137,7 @@ class Scope:
         Missing ones are made. All are moved to the device, as `module.to(device)` does it.
 
         Raises:
-            DPFuseError: A variable of another program has such a name, or a parameter is still lazy.
+            DPFuseError: A variable of the user or of another program has such a name, or a parameter is still lazy.
         """
         copies = self._copies.setdefault(program.root, {})
         held: dict[str, Tensor] = {}
