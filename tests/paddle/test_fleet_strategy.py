@@ -69,9 +69,16 @@ def test_what_is_read_cannot_be_changed_behind_the_strategys_back(strategy):
     assert strategy.gradient_merge_configs["k_steps"] == 1
 
 
-def test_no_strategy_shares_what_can_be_changed():
+def test_no_strategy_shares_a_list_that_can_be_changed(strategy):
+    with pytest.raises(AttributeError):
+        strategy.amp_configs["custom_white_list"].append("conv")
+    assert list(fleet.DistributedStrategy().amp_configs["custom_white_list"]) == []
+    strategy.amp_configs = {"custom_white_list": []}
+    strategy.lamb_configs = {"exclude_from_weight_decay": ()}
+    with pytest.raises(ValueError, match=r"amp_configs is not supported: got .*\('conv',\)"):
+        strategy.amp_configs = {"custom_white_list": ["conv"]}
     values = [value for field in UNSUPPORTED.values() for value in (field.values() if type(field) is dict else [field])]
-    assert {type(value) for value in values} <= {bool, int, float, str, type(None)}
+    assert {type(value) for value in values} <= {bool, int, float, str, tuple, type(None)}
 
 
 @pytest.mark.parametrize(
@@ -93,6 +100,7 @@ def test_no_strategy_shares_what_can_be_changed():
         ("hybrid_configs", {"dp_degree": 0}, ValueError, "at least 1"),
         ("gradient_merge_configs", {"ksteps": 2}, AttributeError, "no key 'ksteps'. Did you mean 'k_steps'"),
         ("gradient_scale_configs", {"zzz": 2}, AttributeError, "no key 'zzz'. Known are 'scale_strategy'"),
+        ("amp_configs", {"init_loss_scalin": 2.0}, AttributeError, "Did you mean 'init_loss_scaling'"),
         ("amp", True, ValueError, "amp is not supported: got True, expected False; use torch.autocast"),
         ("amp_configs", {"incr_ratio": 3.0}, ValueError, "use torch.autocast"),
         ("recompute", True, ValueError, "torch.utils.checkpoint"),

@@ -21,9 +21,9 @@ __all__ = ["DistributedStrategy"]
 class DistributedStrategy:
     """Paddle's settings for distributed training. Those of data parallelism work, in eager mode.
 
-    All of Paddle's fields can be read. The fields that are not listed here accept only their default; their `_configs`
-    are empty. A `_configs` field of this list takes a dict with some of its keys and keeps the other keys. Values that
-    were read cannot be changed in place.
+    All of Paddle's fields can be read. The fields that are not listed here accept only their default. A `_configs`
+    field takes a dict with some of its keys and keeps the other keys. Values that were read cannot be changed in place,
+    so lists are read as tuples.
 
     Args (fields, with their defaults):
         fuse_grad_size_in_MB (32): a bucket is complete when its gradients reach this many MB (1048576 bytes). 0 and
@@ -88,6 +88,9 @@ class DistributedStrategy:
         where = f"strategy.{name}"
         if check is None:
             default = _unsupported(name)
+            if isinstance(default, dict):
+                given = _known(where, value, default)
+                value = {**default, **{key: tuple(one) if isinstance(one, list) else one for key, one in given.items()}}
             if value != default:
                 remedy = INSTEAD.get(name.removesuffix("_configs"), "it has no effect on data parallelism here")
                 raise ValueError(f"{where} is not supported: got {value!r}, expected {default!r}; {remedy}")
