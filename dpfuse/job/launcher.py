@@ -75,11 +75,12 @@ def _warn_of_public_address(args: argparse.Namespace) -> None:
         )
 
 
-def _prepare(args: argparse.Namespace, nodes: Nodes | None, cleanup: ExitStack) -> None:
+def _prepare(args: argparse.Namespace, cleanup: ExitStack) -> None:
     """Turn the command line into torchrun's, and set the variables that its ranks inherit."""
     variables: dict[str, str] = {}
     hosts: tuple[str, ...] = ()
     own = ""
+    nodes: Nodes | None = args.nodes
     if nodes is not None:
         hosts, own = nodes.addresses, nodes.own_address or ""
         _apply(nodes, own, args)
@@ -178,10 +179,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0 if every rank ended well; else that of the rank that failed first (128 + n if signal n
         killed it); `--requeue_exit` (0) if the ranks have stopped together; 128 + n if the launcher itself got signal
-        n; 1 if the job could not be started; 2 if this machine is not in the list of `--ips`.
+        n; 1 if the job could not be started.
 
     Raises:
-        SystemExit: code 2 for a wrong command line, 0 for `--help`.
+        SystemExit: code 2 for a wrong command line, or a machine that is not in its list of `--ips`; 0 for `--help`.
 
     Example:
         >>> from dpfuse.launch import main
@@ -218,15 +219,10 @@ def _launch(words: list[str], signals: Signals, shows_interrupts: bool) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
 
-    try:
-        nodes = None if args.nodes is None else args.nodes.located()
-    except ValueError as error:
-        say(str(error))
-        return 2
-    if nodes is not None and nodes.doubt:
-        say(f"warning: {nodes.doubt}")
+    if args.nodes is not None and args.nodes.doubt:
+        say(f"warning: {args.nodes.doubt}")
     with ExitStack() as cleanup:
-        _prepare(args, nodes, cleanup)
+        _prepare(args, cleanup)
         code = 0
         records: list[str] = []
         try:

@@ -1,6 +1,6 @@
 """The machines of a job, as Paddle's flags describe them.
 
-Owns `--master --rank`, `--ips`, and `--cluster_node_ips --node_ip --started_port`. Starts nothing.
+Owns `--master --rank`, and `--ips --node_ip --started_port`. Starts nothing.
 """
 
 from __future__ import annotations
@@ -8,21 +8,17 @@ from __future__ import annotations
 import argparse
 import ipaddress
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from dpfuse.job.interfaces import address_towards, interface_addresses, is_own_address
 
-__all__ = ["MASTER_PORT", "Nodes", "add_flags", "read_nodes"]
+__all__ = ["MASTER_PORT", "STARTED_PORT", "Nodes", "read_nodes"]
 
 MASTER_PORT = 29500  # torchrun's default
 STARTED_PORT = 6170  # the default of Paddle's older launchers
 
 # The ways to describe the machines of a job: the flag that is required, and all flags of this way.
-WAYS = {
-    "--master": ("master", "rank"),
-    "--cluster_node_ips": ("cluster_node_ips", "node_ip"),
-    "--ips": ("ips",),
-}
+WAYS = {"--master": ("master", "rank"), "--ips": ("ips", "node_ip", "started_port")}
 TORCHRUNS_WAY = ("standalone", "rdzv_backend", "rdzv_endpoint", "node_rank", "master_addr", "master_port")
 
 
@@ -35,7 +31,6 @@ class Nodes:
     port: int | None  # None means any free port, since all ranks are on this machine
     rank: int | None = None  # of this machine; None if torchrun assigns the numbers
     addresses: tuple[str, ...] = ()  # of each machine by rank, if the command line lists them
-    position_unknown: bool = False  # whether this machine must find itself in `addresses`
     local_address: str | None = None  # of this machine, if the command line gives it
 
     @property
@@ -81,60 +76,9 @@ class Nodes:
             "its time-out. Correct it, unless the address is translated on its way to this machine."
         )
 
-    def located(self) -> Nodes:
-        """Return the same nodes with the rank of this machine, if that is its position in `addresses`.
-
-        Raises:
-            ValueError: none of the addresses is one of this machine, or several are.
-        """
-        if not self.position_unknown:
-            return self
-        own = [rank for rank, address in enumerate(self.addresses) if is_own_address(address)]
-        listed = ",".join(self.addresses)
-        if not own:
-            raise ValueError(
-                f"--ips: got {listed}, but none of them is an address of this machine, which has {_own_addresses()}. "
-                f"Correct the list, or say which one this machine is: --cluster_node_ips={listed} --node_ip=…"
-            )
-        if len(own) > 1:
-            several = ", ".join(self.addresses[rank] for rank in own)
-            raise ValueError(
-                f"--ips: got {listed}, of which {several} are all addresses of this machine; expected one. "
-                f"Say which one this machine is: --cluster_node_ips={listed} --node_ip=…"
-            )
-        return replace(self, rank=own[0], position_unknown=False)
-
 
 def _own_addresses() -> str:
     return ", ".join(f"{address} ({name})" for name, address in interface_addresses().items()) or "none"
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add Paddle's flags for several machines to a parser, each with underscores and with hyphens."""
-
-    def add(*names: str, **what: object) -> None:
-        spellings = [spelling for name in names for spelling in (name, name.replace("_", "-"))]
-        parser.add_argument(*dict.fromkeys(spellings), default=None, **what)  # type: ignore[arg-type]
-
-    add(
-        "--master",
-        help="host:port of node 0, to which the machines of a job connect (default port: 29500). Needs --nnodes. "
-        "Without --rank the machines get their numbers by themselves.",
-    )
-    add("--rank", type=int, help="with --master: the number of this machine, from 0; the master is node 0.")
-    add(
-        "--ips",
-        help="the IP addresses of all machines, such as 10.0.0.1,10.0.0.2. Give the same command on each machine: it "
-        "finds itself in the list. The first one is node 0.",
-    )
-    add("--cluster_node_ips", help="as --ips, but --node_ip gives each machine its own address.")
-    add("--node_ip", help="with --cluster_node_ips: this machine's address in the list.")
-    add(
-        "--started_port",
-        "--start_port",
-        help="with --ips or --cluster_node_ips: the port of node 0, to which the machines connect. Default: "
-        f"{STARTED_PORT}.",
-    )
 
 
 def read_nodes(args: argparse.Namespace, given: set[str]) -> Nodes | None:
@@ -145,18 +89,20 @@ def read_nodes(args: argparse.Namespace, given: set[str]) -> Nodes | None:
         given: the names in `args` that the user wrote.
 
     Raises:
-        ValueError: flags contradict each other, a flag is missing, or a value makes no sense.
+        ValueError: flags contradict each other, a flag is missing, a value makes no sense, or this machine does not
+            find itself among the addresses.
     """
     smallest, largest = _node_range(args.nnodes)
     written = {way: [f"--{flag}" for flag in flags if flag in given] for way, flags in WAYS.items()}
     used = [way for way, flags in written.items() if flags]
-    if args.started_port is not None and not {"--ips", "--cluster_node_ips"}.intersection(used):
-        raise ValueError("--started_port: needs --ips or --cluster_node_ips; with --master write host:port")
     if not used:
         return None
     if len(used) > 1:
         first, second = (" ".join(written[way]) for way in used[:2])
-        raise ValueError(f"{first} and {second} are two ways to describe the machines of a job; use one of them")
+        raise ValueError(
+            f"{first} and {second} are of two ways to describe the machines of a job; use one of them: --master "
+            "host:port, or --ips with --started_port"
+        )
     torchruns = [name for name in TORCHRUNS_WAY if name in given]
     if torchruns:
         raise ValueError(
@@ -165,7 +111,7 @@ def read_nodes(args: argparse.Namespace, given: set[str]) -> Nodes | None:
         )
     if used == ["--master"]:
         return _by_master(args, given, smallest, largest)
-    return _by_addresses(args, given, used[0])
+    return _by_addresses(args, given)
 
 
 def _node_range(text: str) -> tuple[int, int]:
@@ -200,37 +146,43 @@ def _by_master(args: argparse.Namespace, given: set[str], smallest: int, largest
     return Nodes(args.nnodes, host, port or MASTER_PORT, rank, local_address=args.local_addr)
 
 
-def _by_addresses(args: argparse.Namespace, given: set[str], flag: str) -> Nodes:
-    if flag == "--cluster_node_ips" and args.cluster_node_ips is None:
+def _by_addresses(args: argparse.Namespace, given: set[str]) -> Nodes:
+    if args.ips is None:
+        name = "node_ip" if "node_ip" in given else "started_port"
         raise ValueError(
-            f"--node_ip: got {args.node_ip!r}, but no --cluster_node_ips; expected the addresses of all machines as "
-            "well: --cluster_node_ips=10.0.0.1,10.0.0.2"
+            f"--{name}: got {getattr(args, name)}, but no --ips; expected the addresses of all machines as well: "
+            "--ips=10.0.0.1,10.0.0.2"
         )
-    text = args.ips if flag == "--ips" else args.cluster_node_ips
-    addresses = tuple(_address(part, flag) for part in text.split(","))
+    addresses = tuple(_address(part, "--ips") for part in args.ips.split(","))
     twice = sorted({address for address in addresses if addresses.count(address) > 1})
     if twice:
-        raise ValueError(f"{flag}: {', '.join(twice)} is named twice in {text!r}; name each machine once")
+        raise ValueError(f"--ips: {', '.join(twice)} is named twice in {args.ips!r}; name each machine once")
     if "nnodes" in given and args.nnodes not in (str(len(addresses)), f"{len(addresses)}:{len(addresses)}"):
         raise ValueError(
-            f"{flag} names {len(addresses)} machine(s), but --nnodes is {args.nnodes}; expected the same number. "
+            f"--ips names {len(addresses)} machine(s), but --nnodes is {args.nnodes}; expected the same number. "
             "Leave --nnodes out."
         )
     port = None if args.started_port is None else _port(args.started_port, "--started_port")
     if len(addresses) > 1:
         port = port or STARTED_PORT
-    nodes = Nodes(str(len(addresses)), addresses[0], port, addresses=addresses, position_unknown=True)
-    if flag == "--ips":
-        return nodes
-    if args.node_ip is None:
-        raise ValueError(
-            f"{flag}: got {text!r}, but --node_ip is missing; expected which of them this machine is. "
-            f"--ips={text} finds that out by itself."
-        )
-    own = _address(args.node_ip, "--node_ip")
-    if own not in addresses:
-        raise ValueError(f"--node_ip: got {own}, expected one of --cluster_node_ips={text}")
-    return replace(nodes, rank=addresses.index(own), position_unknown=False)
+    return Nodes(str(len(addresses)), addresses[0], port, _position(args, addresses), addresses)
+
+
+def _position(args: argparse.Namespace, addresses: tuple[str, ...]) -> int:
+    """Return the rank of this machine, which is the one at `--node_ip`; without that it finds itself."""
+    if args.node_ip is not None:
+        own = _address(args.node_ip, "--node_ip")
+        if own not in addresses:
+            raise ValueError(f"--node_ip: got {own}, expected one of --ips={args.ips}")
+        return addresses.index(own)
+    found = [address for address in addresses if is_own_address(address)]
+    if len(found) == 1:
+        return addresses.index(found[0])
+    if found:
+        wrong = f"of which {', '.join(found)} are all addresses of this machine; expected one."
+    else:
+        wrong = f"but none of them is an address of this machine, which has {_own_addresses()}. Correct the list, or"
+    raise ValueError(f"--ips: got {args.ips}, {wrong} Say which one this machine is: --node_ip=…")
 
 
 def _host_and_port(text: str) -> tuple[str, int | None]:

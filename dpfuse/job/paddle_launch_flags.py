@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dpfuse.job.devices import select_gpus, visible_gpus
-from dpfuse.job.nodes import add_flags, read_nodes
+from dpfuse.job.nodes import STARTED_PORT, read_nodes
 
 __all__ = ["PROGRAM", "parse", "say"]
 
@@ -20,6 +20,48 @@ PROGRAM = "dpfuse.launch"
 SHUTDOWN_SECONDS = 8  # that ranks get to end before they are killed; torchrun gives 30
 # The dashes into which word processors and web pages turn hyphens.
 TYPOGRAPHIC_DASHES = "\u2010\u2011\u2012\u2013\u2014\u2015\u2212\ufe58\ufe63\uff0d"
+
+
+# What the launcher adds to torchrun's flags: the names of each, the first of which is that in the parsed command line.
+FLAGS: dict[tuple[str, ...], dict[str, Any]] = {
+    ("gpus", "devices", "selected_gpus"): {
+        "help": "physical GPUs for the ranks, one rank for each, such as 0,1. Default: all visible GPUs."
+    },
+    ("patch",): {
+        "action": "store_true",
+        "default": False,
+        "help": "every DistributedDataParallel of the program is dpfuse's; see dpfuse run.",
+    },
+    ("requeue_exit",): {
+        "type": int,
+        "default": 0,
+        "help": "exit code where all ranks have stopped together (dpfuse.stop_on_signals), by which a cluster may "
+        "start the job again. Default: 0.",
+    },
+    ("run_mode",): {"help": "collective, the only mode here."},
+    ("job_id",): {"help": "a name of the job; torchrun's --rdzv_id."},
+    ("log_level",): {"help": "of the launcher's own messages, such as INFO or DEBUG."},
+    ("use_paddlecloud",): {
+        "action": "store_true",
+        "help": "accepted, and ignored: give the machines with --master or --ips.",
+    },
+    ("master",): {
+        "help": "host:port of node 0, to which the machines of a job connect (default port: 29500). Needs --nnodes. "
+        "Without --rank the machines get their numbers by themselves."
+    },
+    ("rank",): {
+        "type": int,
+        "help": "with --master: the number of this machine, from 0; the master is node 0.",
+    },
+    ("ips", "cluster_node_ips"): {
+        "help": "the IP addresses of all machines, such as 10.0.0.1,10.0.0.2. Give the same command on each machine: "
+        "it finds itself in the list, unless --node_ip tells it. The first one is node 0."
+    },
+    ("node_ip",): {"help": "with --ips: this machine's address in the list."},
+    ("started_port", "start_port"): {
+        "help": f"with --ips: the port of node 0, to which the machines connect. Default: {STARTED_PORT}.",
+    },
+}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -30,42 +72,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.usage = "%(prog)s [flags] script.py [arguments of the script]"
     parser.allow_abbrev = False  # the beginning of a flag would mean another one when a flag is added
     parser.description = "Start a program on several ranks, here or on more machines, with torchrun's flags."
-    parser.add_argument(
-        "--gpus",
-        "--devices",
-        "--selected_gpus",
-        "--selected-gpus",
-        dest="gpus",
-        default=None,
-        help="physical GPUs for the ranks, one rank for each, such as 0,1. Default: all visible GPUs.",
-    )
-    parser.add_argument(
-        "--patch", action="store_true", help="every DistributedDataParallel of the program is dpfuse's; see dpfuse run."
-    )
-    parser.add_argument(
-        "--requeue_exit", "--requeue-exit", type=int, default=0,
-        help="exit code where all ranks have stopped together (dpfuse.stop_on_signals), by which a cluster may start "
-        "the job again. Default: 0.",
-    )  # fmt: skip
-    _add_job_flags(parser)
-    add_flags(parser)
+    for names, settings in FLAGS.items():
+        spellings = [f"--{spelling}" for name in names for spelling in (name, name.replace("_", "-"))]
+        parser.add_argument(*dict.fromkeys(spellings), **{"default": None, **settings})
     # torchrun's defaults would hide whether the user asked; its variables still count.
     for name in ("nproc_per_node", "master_port"):
         if f"PET_{name.upper()}" not in os.environ:
             parser.set_defaults(**{name: None})
     return parser
-
-
-def _add_job_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--run_mode", "--run-mode", default=None, help="collective, the only mode here.")
-    parser.add_argument("--job_id", "--job-id", default=None, help="a name of the job; torchrun's --rdzv_id.")
-    parser.add_argument(
-        "--log_level", "--log-level", default=None, help="of the launcher's own messages, such as INFO or DEBUG."
-    )
-    parser.add_argument(
-        "--use_paddlecloud", "--use-paddlecloud", action="store_true", default=None,
-        help="accepted, and ignored: give the machines with --master or --ips.",
-    )  # fmt: skip
 
 
 def _plain(word: str) -> str:

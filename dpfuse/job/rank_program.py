@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 from types import FrameType, ModuleType, TracebackType
 from typing import Any, NoReturn
@@ -38,21 +38,6 @@ __all__ = [
 
 KEPT_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)  # with which schedulers announce the end of a job
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
-PADDLE_VARIABLES = (
-    "PADDLE_TRAINER_ID",
-    "PADDLE_TRAINERS_NUM",
-    "PADDLE_CURRENT_ENDPOINT",
-    "PADDLE_TRAINER_ENDPOINTS",
-    "PADDLE_MASTER",
-    "PADDLE_GLOBAL_RANK",
-    "PADDLE_GLOBAL_SIZE",
-    "PADDLE_LOCAL_RANK",
-    "PADDLE_LOCAL_SIZE",
-    "PADDLE_NNODES",
-    "PADDLE_RANK_IN_NODE",
-    "PADDLE_DISTRI_BACKEND",
-    "FLAGS_selected_gpus",
-)
 
 
 @dataclass(frozen=True)
@@ -127,34 +112,6 @@ def _endpoint(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _paddle_variables(environ: Mapping[str, str], gpus: int, hosts: Sequence[str], host: str) -> dict[str, str]:
-    rank, size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
-    local_rank, local_size = int(environ["LOCAL_RANK"]), int(environ["LOCAL_WORLD_SIZE"])
-    port = int(environ["MASTER_PORT"])
-    put = {
-        "PADDLE_TRAINER_ID": str(rank),
-        "PADDLE_TRAINERS_NUM": str(size),
-        "PADDLE_MASTER": _endpoint(environ["MASTER_ADDR"], port),
-        "PADDLE_GLOBAL_RANK": str(rank),
-        "PADDLE_GLOBAL_SIZE": str(size),
-        "PADDLE_LOCAL_RANK": str(local_rank),
-        "PADDLE_LOCAL_SIZE": str(local_size),
-        "PADDLE_NNODES": environ["GROUP_WORLD_SIZE"],
-        "PADDLE_RANK_IN_NODE": str(local_rank),
-    }
-    if gpus:
-        put["FLAGS_selected_gpus"] = str(local_rank % gpus)
-    else:
-        put["PADDLE_DISTRI_BACKEND"] = "gloo"
-    if host:
-        put["PADDLE_CURRENT_ENDPOINT"] = _endpoint(host, port + local_rank)
-    # A rank knows only the number of ranks on its own node. The list is right only if every node has as many.
-    if len(hosts) * local_size == size and int(environ["GROUP_RANK"]) * local_size + local_rank == rank:
-        endpoints = [_endpoint(name, port + number) for name in hosts for number in range(local_size)]
-        put["PADDLE_TRAINER_ENDPOINTS"] = ",".join(endpoints)
-    return put
-
-
 def set_paddle_variables(
     environ: MutableMapping[str, str], gpus: int, hosts: Sequence[str] = (), host: str = ""
 ) -> None:
@@ -170,10 +127,32 @@ def set_paddle_variables(
     Example: rank 3 of two nodes with two ranks each, hosts a and b, MASTER_ADDR a, MASTER_PORT 6170 ->
     PADDLE_TRAINER_ID 3, PADDLE_TRAINER_ENDPOINTS a:6170,a:6171,b:6170,b:6171, PADDLE_CURRENT_ENDPOINT b:6171.
     """
-    put = _paddle_variables(environ, gpus, hosts, host)
-    for name in PADDLE_VARIABLES:
-        environ.pop(name, None)
-    environ.update(put)
+    rank, size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
+    local_rank, local_size = int(environ["LOCAL_RANK"]), int(environ["LOCAL_WORLD_SIZE"])
+    port = int(environ["MASTER_PORT"])
+    endpoints = [_endpoint(name, port + number) for name in hosts for number in range(local_size)]
+    # A rank knows only the number of ranks on its own node. The list is right only if every node has as many.
+    listed = len(endpoints) == size and int(environ["GROUP_RANK"]) * local_size + local_rank == rank
+    variables = {  # None removes one
+        "PADDLE_TRAINER_ID": str(rank),
+        "PADDLE_TRAINERS_NUM": str(size),
+        "PADDLE_CURRENT_ENDPOINT": _endpoint(host, port + local_rank) if host else None,
+        "PADDLE_TRAINER_ENDPOINTS": ",".join(endpoints) if listed else None,
+        "PADDLE_MASTER": _endpoint(environ["MASTER_ADDR"], port),
+        "PADDLE_GLOBAL_RANK": str(rank),
+        "PADDLE_GLOBAL_SIZE": str(size),
+        "PADDLE_LOCAL_RANK": str(local_rank),
+        "PADDLE_LOCAL_SIZE": str(local_size),
+        "PADDLE_NNODES": environ["GROUP_WORLD_SIZE"],
+        "PADDLE_RANK_IN_NODE": str(local_rank),
+        "PADDLE_DISTRI_BACKEND": None if gpus else "gloo",
+        "FLAGS_selected_gpus": str(local_rank % gpus) if gpus else None,
+    }
+    for name, value in variables.items():
+        if value is None:
+            environ.pop(name, None)
+        else:
+            environ[name] = value
 
 
 def exit_code_of(error: BaseException) -> int:

@@ -48,6 +48,8 @@ def configured(jobs, *words):
         ([f"--ips={TWO}", "--started-port=71"], ("static", "", "2", 1, "10.9.8.7", 71)),
         ([f"--ips={TWO}", "--start_port=71"], ("static", "", "2", 1, "10.9.8.7", 71)),
         ([f"--ips={TWO}", "--nnodes=2"], ("static", "", "2", 1, "10.9.8.7", 6170)),
+        ([f"--ips={TWO}", "--node_ip=10.9.8.7"], ("static", "", "2", 0, "10.9.8.7", 6170)),
+        ([f"--cluster_node_ips={TWO}"], ("static", "", "2", 1, "10.9.8.7", 6170)),
     ],
 )  # fmt: skip
 def test_paddles_flags_become_torchruns(words, expected, jobs, monkeypatch):
@@ -147,18 +149,16 @@ def test_a_host_name_that_is_loopback_at_home_is_not_the_machines_address(monkey
         (["--nnodes=two"], ["--nnodes: got 'two'", "a range such as 2:4"]),
         (["--nnodes=0"], ["--nnodes: got '0'"]),
         (["--nnodes=3:2"], ["--nnodes: got '3:2'"]),
-        ([f"--ips={TWO}", "--master=10.9.8.7:81"], ["--master and --ips are two ways", "use one of them"]),
-        ([f"--ips={TWO}", "--node_ip=10.9.8.7"], ["--node_ip and --ips are two ways", "use one of them"]),
+        ([f"--ips={TWO}", "--master=10.9.8.7:81"], ["--master and --ips are of two ways", "use one of them"]),
         ([f"--ips={TWO}", "--master_port=81"], ["--ips cannot be mixed with --master_port", "torchrun's way"]),
         ([f"--ips={TWO}", "--nnodes=3"], ["--ips names 2 machine(s), but --nnodes is 3", "Leave --nnodes out"]),
         (["--master=10.9.8.7:81", "--node_rank=0", "--nnodes=2"], ["--master cannot be mixed with --node_rank"]),
         (["--master=10.9.8.7:81", "--rdzv_endpoint=a:1", "--nnodes=2"], ["cannot be mixed with --rdzv_endpoint"]),
         (["--master=10.9.8.7:81", "--standalone"], ["--master cannot be mixed with --standalone"]),
-        (["--started_port=6170"], ["--started_port: needs --ips or --cluster_node_ips"]),
-        (["--master=a", "--nnodes=2", "--started_port=81"], ["--started_port", "with --master write host:port"]),
-        ([f"--cluster_node_ips={TWO}"], ["--node_ip is missing", f"--ips={TWO} finds that out"]),
-        (["--node_ip=10.9.8.7"], ["--node_ip: got '10.9.8.7', but no --cluster_node_ips"]),
-        ([f"--cluster_node_ips={TWO}", "--node_ip=10.9.8.5"], ["got 10.9.8.5, expected one of --cluster_node_ips"]),
+        (["--started_port=6170"], ["--started_port: got 6170, but no --ips", "the addresses of all machines"]),
+        (["--master=a", "--nnodes=2", "--started_port=81"], ["--master and --started_port are", "--master host"]),
+        (["--node_ip=10.9.8.7"], ["--node_ip: got 10.9.8.7, but no --ips", "the addresses of all machines"]),
+        ([f"--cluster_node_ips={TWO}", "--node_ip=10.9.8.5"], [f"got 10.9.8.5, expected one of --ips={TWO}"]),
         ([f"--cluster_node_ips={TWO}", "--node_ip=me"], ["--node_ip: got 'me', expected the IP address"]),
         ([f"--ips={TWO},10.9.8.7"], ["--ips: 10.9.8.7 is named twice"]),
         (["--ips=10.9.8.7,node1"], ["--ips: got 'node1', expected the IP address"]),
@@ -181,16 +181,18 @@ def test_flags_that_do_not_fit_are_refused_with_a_remedy(words, texts, capsys):
 @pytest.mark.parametrize(
     ("own", "texts"),
     [
-        ((), ["none of them is an address of this machine, which has 127.0.0.1 (lo)", f"--cluster_node_ips={TWO}"]),
+        ((), ["none of them is an address of this machine, which has 127.0.0.1 (lo)", "--node_ip=…"]),
         (tuple(TWO.split(",")), ["of which 10.9.8.7, 10.9.8.6 are all addresses of this machine; expected one"]),
     ],
 )
 def test_a_machine_that_cannot_find_itself_says_what_it_found(own, texts, monkeypatch, capsys):
     monkeypatch.setattr("dpfuse.job.nodes.is_own_address", lambda address: address in own)
     monkeypatch.setattr("dpfuse.job.nodes.interface_addresses", lambda: {"lo": "127.0.0.1"})
-    assert main([f"--ips={TWO}", "--nproc_per_node=1", SCRIPT]) == 2
+    with pytest.raises(SystemExit) as end:
+        main([f"--ips={TWO}", "--nproc_per_node=1", SCRIPT])
+    assert end.value.code == 2
     told = capsys.readouterr().err
-    for text in [f"dpfuse.launch: --ips: got {TWO}", *texts]:
+    for text in [f"dpfuse.launch: error: --ips: got {TWO}", *texts]:
         assert text in told
 
 
