@@ -10,7 +10,15 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-__all__ = ["check_backend", "choose_backend", "cores_per_rank", "cpu_count", "select_gpus", "visible_gpus"]
+__all__ = [
+    "check_backend",
+    "choose_backend",
+    "cpu_count",
+    "device_variables",
+    "gpus_of_ranks",
+    "select_gpus",
+    "visible_gpus",
+]
 
 
 def check_backend(name: str, source: str) -> str:
@@ -58,9 +66,25 @@ def cpu_count() -> int:
     return os.cpu_count() or 1
 
 
-def cores_per_rank(nprocs: int) -> int:
-    """Return the number of threads for each of `nprocs` ranks, so that all together do not exceed the cores."""
-    return max(1, cpu_count() // nprocs)
+def device_variables(nprocs: int, cards: Sequence[str] | None) -> dict[str, str]:
+    """Return the variables that share out this machine's cores and cards among `nprocs` ranks.
+
+    Args:
+        nprocs: the number of ranks.
+        cards: those that the ranks may use; None for all that are visible.
+    """
+    variables = {}
+    if "OMP_NUM_THREADS" not in os.environ and nprocs > 1:
+        # All ranks together have no more threads than there are cores.
+        variables["OMP_NUM_THREADS"] = str(max(1, cpu_count() // nprocs))
+    if cards is not None:
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(cards)
+    return variables
+
+
+def gpus_of_ranks(cards: Sequence[str] | None) -> int:
+    """Return the number of GPUs that ranks with these `device_variables` see."""
+    return visible_gpus() if cards is None else min(len(cards), visible_gpus())
 
 
 def select_gpus(gpus: str | Sequence[int | str], source: str) -> list[str]:

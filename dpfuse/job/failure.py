@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-__all__ = ["RankFailure", "first_failure", "read_record", "shown"]
+__all__ = ["RankFailure", "explained", "first_failure", "shown"]
 
 # Peers of a killed rank fail within milliseconds. torchrun notices both at once, and counts whole seconds.
 SECONDARY_SECONDS = 2.0
@@ -130,29 +130,16 @@ def _saved(failure: RankFailure, folder: str | None) -> str:
     return f"the whole text is in {os.path.abspath(path)}"
 
 
-@dataclass(frozen=True)
-class Record:
-    """What a rank has written about its own exception."""
-
-    seen: float
-    error: str
-    traceback: str
-    exit_code: int = 1  # with which the process would have ended by itself
-
-    def explains(self, failure: RankFailure) -> RankFailure:
-        """Return `failure`, which is of the same rank, with the facts of this record."""
-        ended_by_launcher = failure.exit_code == -signal.SIGTERM
-        code = self.exit_code if ended_by_launcher else failure.exit_code
-        return replace(failure, exit_code=code, seen=self.seen, error=self.error, traceback=self.traceback)
-
-
-def read_record(path: str) -> Record | None:
-    """Return the record at `path`; None if there is none that can be read."""
+def explained(failure: RankFailure, path: str) -> RankFailure:
+    """Return `failure` with what its rank has recorded at `path`; `failure` itself if there is no record to read."""
     try:
         with open(path, encoding="utf-8") as file:
             message = json.load(file)["message"]
         extra = message["extraInfo"]
         seen = float(extra.get("seen", extra["timestamp"]))
-        return Record(seen, str(message["message"]), str(extra["py_callstack"]), int(extra.get("exit_code", 1)))
+        error, traceback = str(message["message"]), str(extra["py_callstack"])
+        own_code = int(extra.get("exit_code", 1))  # with which the process would have ended by itself
     except (OSError, ValueError, KeyError, TypeError):
-        return None
+        return failure
+    code = own_code if failure.exit_code == -signal.SIGTERM else failure.exit_code  # the launcher has ended it
+    return replace(failure, exit_code=code, seen=seen, error=error, traceback=traceback)

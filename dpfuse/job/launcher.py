@@ -21,8 +21,8 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from dpfuse.job import rank_program
-from dpfuse.job.devices import cores_per_rank, visible_gpus
-from dpfuse.job.failure import RankFailure, first_failure, read_record, shown
+from dpfuse.job.devices import device_variables, gpus_of_ranks
+from dpfuse.job.failure import RankFailure, explained, first_failure, shown
 from dpfuse.job.interfaces import interface_of, public_address
 from dpfuse.job.nodes import MASTER_PORT, Nodes
 from dpfuse.job.paddle_launch_flags import parse, say
@@ -100,11 +100,7 @@ def _prepare(args: argparse.Namespace, cleanup: ExitStack) -> None:
             variables["GLOO_SOCKET_IFNAME"] = interface
     if args.master_port is None:
         args.master_port = MASTER_PORT
-    count = int(args.nproc_per_node)
-    if "OMP_NUM_THREADS" not in os.environ and count > 1:
-        variables["OMP_NUM_THREADS"] = str(cores_per_rank(count))
-    if args.gpus is not None:
-        variables["CUDA_VISIBLE_DEVICES"] = ",".join(args.gpus)
+    variables.update(device_variables(int(args.nproc_per_node), args.gpus))
     if args.patch:
         variables.update(startup_variables(REPLACEMENT, os.environ))
     if args.log_level is not None:
@@ -121,10 +117,9 @@ def _prepare(args: argparse.Namespace, cleanup: ExitStack) -> None:
         args.log_dir = cleanup.enter_context(tempfile.TemporaryDirectory(prefix="dpfuse-launch-"))
     if wrapped:
         kind = "module" if args.module else "script"
-        gpus = visible_gpus() if args.gpus is None else min(len(args.gpus), visible_gpus())
         launch = rank_program.Launch(
             os.getpid(),
-            gpus,
+            gpus_of_ranks(args.gpus),
             hosts,
             own,
             args.worker_logs is not None,
@@ -254,12 +249,12 @@ def _remedy(error: BaseException) -> str:
 
 
 def _report(failures: Mapping[int, Any], args: argparse.Namespace) -> int:
-    told = []
-    for number, failure in failures.items():
-        ended = RankFailure(number, int(failure.pid), int(failure.exitcode), float(failure.timestamp))
-        record = read_record(failure.error_file)
-        told.append(record.explains(ended) if record else ended)
-    first = first_failure(told)
+    first = first_failure(
+        [
+            explained(RankFailure(rank, int(each.pid), int(each.exitcode), float(each.timestamp)), each.error_file)
+            for rank, each in failures.items()
+        ]
+    )
     if args.worker_logs is None and args.redirects == "0":
         # Without redirection the rank has printed its traceback on the console.
         first = replace(first, traceback="")

@@ -326,31 +326,25 @@ def main() -> None:
             runpy.run_module(target, run_name="__main__", alter_sys=True)
         else:
             _run_script(target)
-    except KeyboardInterrupt as error:
-        record_exception(error.with_traceback(_own_frames_removed(error)), record)
-        if launch.shows_interrupts:
-            raise  # Python ends by SIGINT
-        sys.last_value = error  # as Python does
-        sys.excepthook(type(error), error, error.__traceback__)  # the program may have one of its own
-        end_within(launch.seconds_to_end, 128 + signal.SIGINT)
-        _interrupt_children()
-        end_process(128 + signal.SIGINT)  # with torch, Python itself takes a second for it
-    except SystemExit as error:
+    except BaseException as error:
         code = exit_code_of(error)
         if code:
+            error = error.with_traceback(_own_frames_removed(error))
             record_exception(error, record)
-            if not isinstance(error.code, int):
-                print(_text_of(error), file=sys.stderr)  # as Python does with a SystemExit that has a text
-            sys.last_value = error  # what runs at exit sees that the program has failed
+            interrupted = isinstance(error, KeyboardInterrupt)
+            if interrupted and launch.shows_interrupts:
+                raise  # Python ends by SIGINT
+            sys.last_value = error  # as Python does; what runs at exit sees that the program has failed
+            if not isinstance(error, SystemExit):
+                sys.excepthook(type(error), error, error.__traceback__)  # the program may have one of its own
+            elif not isinstance(error.code, int):
+                print(_text_of(error), file=sys.stderr)  # as Python does
+            if interrupted:
+                code = 128 + signal.SIGINT  # with torch, Python itself takes a second for it
             end_within(launch.seconds_to_end, code)
+            if interrupted:
+                _interrupt_children()
             end_process(code)
-    except BaseException as error:
-        error = error.with_traceback(_own_frames_removed(error))
-        record_exception(error, record)
-        sys.last_value = error  # as Python does
-        sys.excepthook(type(error), error, error.__traceback__)
-        end_within(launch.seconds_to_end, 1)
-        end_process(1)
     end_process()
 
 

@@ -156,16 +156,11 @@ def _local_rank(environ: Mapping[str, str], rank: int) -> int:
     return hosts[:rank].count(hosts[rank]) if rank < len(hosts) else rank
 
 
-def loopback_interface() -> str | None:
-    """Return the name of the loopback interface if it is `lo`, as on Linux; else None."""
-    return "lo" if any(name == "lo" for _, name in socket.if_nameindex()) else None
-
-
 def one_machine_variables() -> dict[str, str]:
     """Return the variables that keep the sockets of gloo and NCCL on loopback, except those that the user has set."""
-    interface = loopback_interface()
-    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-    return {name: interface for name in names if name not in os.environ} if interface else {}
+    if "lo" not in (name for _, name in socket.if_nameindex()):  # its name on Linux
+        return {}
+    return {name: "lo" for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name not in os.environ}
 
 
 @contextmanager

@@ -21,8 +21,9 @@ from dpfuse.job import rank_program
 from dpfuse.job.devices import (
     check_backend,
     choose_backend,
-    cores_per_rank,
     cpu_count,
+    device_variables,
+    gpus_of_ranks,
     select_gpus,
     visible_gpus,
 )
@@ -56,7 +57,6 @@ class _Job:
     parent: int  # of the process with which the rank ends; 0 if that is not possible
     gpus: int  # the number that the ranks see
     forked: bool
-    threads: int  # of torch on the CPU; 0 leaves the number to torch
 
 
 def _run_rank(rank: int, job: _Job, func: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -71,8 +71,8 @@ def _run_rank(rank: int, job: _Job, func: Callable[..., Any], args: tuple[Any, .
     record = error_path(job.folder, rank)
     # Exceptions that torch or the user's program records go to the same file.
     os.environ["TORCHELASTIC_ERROR_FILE"] = record
-    if job.threads:
-        torch.set_num_threads(job.threads)
+    if "OMP_NUM_THREADS" in job.variables:  # a forked rank has torch, which has read the variable
+        torch.set_num_threads(int(job.variables["OMP_NUM_THREADS"]))
     began_path(job.folder, rank).touch()
     try:
         result = func(*args)
@@ -239,9 +239,9 @@ def _begin(
 
     store = loopback_store()
     folder = RankFolder()
-    threads = 0 if "OMP_NUM_THREADS" in os.environ or count == 1 else cores_per_rank(count)
     variables = {
         **one_machine_variables(),
+        **device_variables(count, cards),
         "WORLD_SIZE": str(count),
         "LOCAL_WORLD_SIZE": str(count),
         "GROUP_RANK": "0",
@@ -251,17 +251,13 @@ def _begin(
         # Ranks connect to the store of this process; otherwise rank 0 would serve one on every interface.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
-    if threads:
-        variables["OMP_NUM_THREADS"] = str(threads)
     if backend is not None:
         variables["DPFUSE_BACKEND"] = backend
-    if cards is not None:
-        variables["CUDA_VISIBLE_DEVICES"] = ",".join(cards)
     # The kernel ends the ranks when the thread that forked them ends, so only the main thread may ask for it. A
     # fork server is another process.
     dies_with_us = start_method != "forkserver" and threading.current_thread() is threading.main_thread()
-    gpus = visible_gpus() if cards is None else min(len(cards), visible_gpus())
-    job = _Job(variables, folder.name, os.getpid() if dies_with_us else 0, gpus, start_method == "fork", threads)
+    parent = os.getpid() if dies_with_us else 0
+    job = _Job(variables, folder.name, parent, gpus_of_ranks(cards), start_method == "fork")
     # Also inherited, because the ranks import torch and the user's module before they run `_run_rank`.
     with environment(variables):
         return SpawnContext(_start(func, args, count, daemon, start_method, job), folder, store)

@@ -17,7 +17,7 @@ from torch.multiprocessing.spawn import ProcessContext, ProcessException
 
 from dpfuse.errors import DPFuseError
 from dpfuse.job.descendants import Descendant, descendants, kill_descendants
-from dpfuse.job.failure import RankFailure, first_failure, read_record, shown
+from dpfuse.job.failure import RankFailure, explained, first_failure, shown
 
 __all__ = ["RankError", "RankFolder", "ReturnQueue", "SpawnContext", "began_path", "error_path", "result_path"]
 
@@ -210,11 +210,9 @@ class SpawnContext:
         before_signals = time.time() - GRACE_SECONDS
         failures = []
         for rank, process in enumerate(self.processes):
-            record = read_record(error_path(self._folder.name, rank))
-            failure = RankFailure(rank, process.pid, process.exitcode, before_signals)
-            if record is not None:
-                failure = record.explains(failure)
-            elif rank == error.error_index:
+            ended = RankFailure(rank, process.pid, process.exitcode, before_signals)
+            failure = explained(ended, error_path(self._folder.name, rank))
+            if failure is ended and rank == error.error_index:
                 # The processes are watched without a pause, so a sudden end that was noticed first also came first.
                 return failure
             if failure.exit_code != 0:

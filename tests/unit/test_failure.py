@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from dpfuse.job.failure import RankFailure, first_failure, read_record
+from dpfuse.job.failure import RankFailure, explained, first_failure
 from dpfuse.job.rank_program import record_exception
 
 
@@ -21,7 +21,7 @@ from dpfuse.job.rank_program import record_exception
 def test_a_recorded_failure_keeps_its_own_exit_code(tmp_path, error, ended, code):
     path = str(tmp_path / "error.json")
     record_exception(error, path)
-    failure = read_record(path).explains(RankFailure(1, 10, ended, 0.0))
+    failure = explained(RankFailure(1, 10, ended, 0.0), path)
     assert failure.shell_code == code
     assert failure.error.startswith(type(error).__name__)
 

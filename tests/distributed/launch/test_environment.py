@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import dpfuse.job as distributed
 from dpfuse.engine import messages
-from dpfuse.job.devices import cores_per_rank, cpu_count, select_gpus
+from dpfuse.job.devices import device_variables, select_gpus
 from dpfuse.job.failure import RankFailure, first_failure
 from dpfuse.job.rank_program import set_paddle_variables
 from dpfuse.job.read_environment import environment, read_environment
@@ -285,9 +285,14 @@ def test_variables_are_restored(monkeypatch):
     assert "DPFUSE_B" not in os.environ
 
 
-def test_cores_are_shared_out():
-    assert cores_per_rank(1) == cpu_count()
-    assert cores_per_rank(10_000) == 1
+def test_cores_and_cards_are_shared_out(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("dpfuse.job.devices.cpu_count", lambda: 9)
+    assert device_variables(1, None) == {}
+    assert device_variables(2, ["4", "7"]) == {"OMP_NUM_THREADS": "4", "CUDA_VISIBLE_DEVICES": "4,7"}
+    assert device_variables(10_000, None) == {"OMP_NUM_THREADS": "1"}
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert device_variables(2, None) == {}
 
 
 @pytest.mark.parametrize(
