@@ -1,5 +1,5 @@
 """Averaging by hand, after any backward, of modules that need not be wrapped.
 
-Read `plan` (which gradients share a buffer), `fused_allreduce` (over the ranks) and `replicas` (over copies in one
-process).
+Read `gradient_spec` (which gradients can be averaged), `plan` (which of them share a buffer), `fused_allreduce` (over
+the ranks) and `replicas` (over copies in one process).
 """

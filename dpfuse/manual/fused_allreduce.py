@@ -33,7 +33,8 @@ from dpfuse.engine.settings import SyncSettings
 from dpfuse.engine.sync_decision import Window
 from dpfuse.errors import DPFuseError
 from dpfuse.manual.call_weights import DUE, CallWeights
-from dpfuse.manual.plan import plan_in_order
+from dpfuse.manual.gradient_spec import spec_of_gradient
+from dpfuse.manual.plan import check_bucket_size, plan_in_order
 from dpfuse.model.agreement import prepare_group
 from dpfuse.stopping import knowledge
 from dpfuse.weights.left_alone import are_left_alone
@@ -407,7 +408,10 @@ def _failure(group: dist.ProcessGroup, reading: Reading, outcome: Outcome) -> st
 def _prepare(parameter_list: Any, options: _Options, kept: list[_Prepared]) -> _Prepared:
     """What an earlier call has prepared for these gradients and options, or what this one does."""
     if not isinstance(parameter_list, Iterable) or isinstance(parameter_list, Tensor):
-        return _gradients_of(parameter_list, options)
+        raise TypeError(
+            f"parameter_list must be an iterable of parameters, got {type(parameter_list).__name__}; "
+            "pass model.parameters() or a list"
+        )
     items = list(parameter_list)
     found = None
     if all(issubclass(kind, Tensor) for kind in set(map(type, items))):
@@ -422,28 +426,17 @@ def _prepare(parameter_list: Any, options: _Options, kept: list[_Prepared]) -> _
     return prepared
 
 
-def _gradients_of(parameter_list: Any, options: _Options) -> _Prepared:
-    if not isinstance(parameter_list, Iterable) or isinstance(parameter_list, Tensor):
-        raise TypeError(
-            f"parameter_list must be an iterable of parameters, got {type(parameter_list).__name__}; "
-            "pass model.parameters() or a list"
-        )
-    if isinstance(options.bucket_size, bool) or not isinstance(options.bucket_size, (int, float)):
-        raise TypeError(
-            f"bucket_size must be a number of bytes, got {options.bucket_size!r}; pass for example 128 << 20"
-        )
-    if not options.bucket_size >= 0:
-        raise ValueError(f"bucket_size must be >= 0 bytes, got {options.bucket_size!r}; 0 sends every gradient alone")
+def _gradients_of(items: list[Any], options: _Options) -> _Prepared:
+    check_bucket_size(options.bucket_size)
     if not isinstance(options.deterministic, bool):
         raise TypeError(
             f"deterministic must be True or False, got {options.deterministic!r} of type "
             f"{type(options.deterministic).__name__}"
         )
-    parameter_list = list(parameter_list)
-    refuse_accumulated(parameter_list, CALLED)
+    refuse_accumulated(items, CALLED)
     params: dict[int, Tensor] = {}
     specs: list[ParamSpec] = []
-    for index, param in enumerate(parameter_list):
+    for index, param in enumerate(items):
         if not isinstance(param, Tensor):
             raise TypeError(
                 f"parameter_list[{index}] is a {type(param).__name__}; expected a parameter; pass model.parameters()"
@@ -456,21 +449,8 @@ def _gradients_of(parameter_list: Any, options: _Options) -> _Prepared:
         grad = param.grad
         if id(param) in params or not param.requires_grad or grad is None:
             continue
-        if grad.layout != torch.strided:
-            raise TypeError(
-                f"parameter_list[{index}] of shape {tuple(param.shape)} has a {grad.layout} gradient, which cannot "
-                "be fused; expected a dense one. Build its embedding with sparse=False."
-            )
         params[id(param)] = param
-        name = f"parameter_list[{index}]"
-        specs.append(ParamSpec(name, tuple(param.shape), str(grad.dtype), str(grad.device)))
-        try:
-            averaging_for(specs[-1].dtype, 1)
-        except TypeError as error:
-            raise TypeError(f"{name}: {error}") from None
-        if any(step == 0 and size > 1 for step, size in zip(grad.stride(), grad.shape, strict=True)):
-            # Elements that share memory cannot hold different means.
-            param.grad = grad.clone(memory_format=torch.contiguous_format)
+        specs.append(spec_of_gradient(f"parameter_list[{index}]", param, grad))
     averaging_for("float32", 1, options.scale)
     options.wire  # noqa: B018
-    return _Prepared(parameter_list, list(params.values()), specs, options)
+    return _Prepared(items, list(params.values()), specs, options)

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from dpfuse.engine.param_spec import ParamSpec
 from dpfuse.engine.plan import BucketPlan, Group, lay_out
 
-__all__ = ["plan_in_order"]
+__all__ = ["check_bucket_size", "plan_in_order"]
+
+
+def check_bucket_size(bucket_size: Any) -> None:
+    """Raise TypeError or ValueError unless this is a number of bytes."""
+    if isinstance(bucket_size, bool) or not isinstance(bucket_size, (int, float)):
+        raise TypeError(f"bucket_size must be a number of bytes, got {bucket_size!r}; pass for example 128 << 20")
+    if not bucket_size >= 0:
+        raise ValueError(f"bucket_size must be >= 0 bytes, got {bucket_size!r}; 0 moves every gradient alone")
 
 
 def plan_in_order(specs: Sequence[ParamSpec], bucket_size: float) -> BucketPlan:

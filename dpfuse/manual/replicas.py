@@ -12,7 +12,8 @@ from dpfuse.engine.averaging import averaging_for, real_dtype
 from dpfuse.engine.comm_buffer import dense_stride
 from dpfuse.engine.param_spec import ParamSpec
 from dpfuse.engine.plan import MB, Bucket
-from dpfuse.manual.plan import plan_in_order
+from dpfuse.manual.gradient_spec import spec_of_gradient
+from dpfuse.manual.plan import check_bucket_size, plan_in_order
 from dpfuse_kernels import PointerTable, Slot, flatten, unflatten
 
 __all__ = ["reduce_replicas"]
@@ -64,10 +65,7 @@ def reduce_replicas(
 
     Source: what Paddle's `ParallelExecutor` does between the devices of one process (`fuse_all_reduce_ops`).
     """
-    if isinstance(bucket_size, bool) or not isinstance(bucket_size, (int, float)):
-        raise TypeError(f"bucket_size must be a number of bytes, got {bucket_size!r}; pass for example 128 << 20")
-    if not bucket_size >= 0:
-        raise ValueError(f"bucket_size must be >= 0 bytes, got {bucket_size!r}; 0 moves every gradient alone")
+    check_bucket_size(bucket_size)
     averaging_for("float32", 1, scale)
     rows = list(_corresponding(_parameters_of(replicas)))
     specs = [_describe(name, row) for name, row in rows]
@@ -142,18 +140,8 @@ def _corresponding(replicas: list[dict[str, Tensor]]) -> Iterator[tuple[str, lis
 def _describe(name: str, params: list[Tensor]) -> ParamSpec:
     dtypes: dict[str, int] = {}
     for index, param in enumerate(params):
-        grad = param.grad
-        if grad is None:
-            continue
-        if grad.layout != torch.strided:
-            raise TypeError(
-                f"replicas[{index}], {name} of shape {tuple(param.shape)} has a {grad.layout} gradient, which cannot "
-                "be fused; expected a dense one. Build its embedding with sparse=False."
-            )
-        if any(step == 0 and size > 1 for step, size in zip(grad.stride(), grad.shape, strict=True)):
-            # Elements that share memory cannot hold different means.
-            param.grad = grad.clone(memory_format=torch.contiguous_format)
-        dtypes.setdefault(str(grad.dtype).removeprefix("torch."), index)
+        if param.grad is not None:
+            dtypes.setdefault(spec_of_gradient(f"replicas[{index}], {name}", param, param.grad).dtype, index)
     if len(dtypes) > 1:
         (one, index), (other, other_index), *_ = dtypes.items()
         raise ValueError(
@@ -161,12 +149,8 @@ def _describe(name: str, params: list[Tensor]) -> ParamSpec:
             f"expected the same dtype. {REMEDY}"
         )
     (dtype,) = dtypes
-    try:
-        averaging_for(dtype, 1)
-        if dtype != real_dtype(dtype):
-            raise TypeError(f"gradients of dtype {dtype} cannot be averaged between replicas; expected real ones")
-    except TypeError as error:
-        raise TypeError(f"{name}: {error}") from None
+    if dtype != real_dtype(dtype):
+        raise TypeError(f"{name}: gradients of dtype {dtype} cannot be averaged between replicas; expected real ones")
     # A bucket has one buffer per replica, so it ends where the device changes on any of them.
     return ParamSpec(name, tuple(params[0].shape), dtype, ", ".join(str(param.device) for param in params))
 
