@@ -32,7 +32,15 @@ from dpfuse.exclusions import refuse
 from dpfuse.gradients.divided_norm import DividedGradients
 from dpfuse.gradients.error_feedback import ErrorFeedback
 from dpfuse.gradients.loss_scaling import LossScale
-from dpfuse.gradients.norm import Gradients, norm_arguments, norms_by_bucket, norms_by_parameter
+from dpfuse.gradients.norm import (
+    Gradients,
+    Measurable,
+    clip,
+    norm_arguments,
+    norms_by_bucket,
+    norms_by_parameter,
+    refuse_nonfinite,
+)
 from dpfuse.gradients.weight import GradientWeight
 from dpfuse.measure.communication_times import CommunicationTimes
 from dpfuse.model.agreement import agree_on_model
@@ -40,7 +48,7 @@ from dpfuse.model.buffers import BufferKind
 from dpfuse.model.check import check_module
 from dpfuse.model.logs import show_chosen_logs
 from dpfuse.model.micro_loop import MicroLoop, common_seed, refuse_without_group, set_threads
-from dpfuse.model.module_sync import FaceParts, Measurable, ModuleSync
+from dpfuse.model.module_sync import FaceParts, ModuleSync
 from dpfuse.model.options import SyncOptions, of_earlier_version
 from dpfuse.model.transforms import may_have_backward
 from dpfuse.stopping.deadline import deadline
@@ -612,7 +620,8 @@ class SyncedModule(nn.Module):
         Source: `torch.nn.utils.get_total_norm`.
         """
         _, order = norm_arguments(0.0, norm_type)
-        return self._gradients().norm(order, error_if_nonfinite=error_if_nonfinite)
+        norm = self._gradients().norm(order)
+        return refuse_nonfinite(norm, order) if error_if_nonfinite else norm
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Scale all gradients in place so that their norm is at most `max_norm`: after backward, before the step.
@@ -642,8 +651,10 @@ class SyncedModule(nn.Module):
         """
         largest, order = norm_arguments(max_norm, norm_type)
         gradients = self._gradients()
-        norm = gradients.norm(order, error_if_nonfinite=error_if_nonfinite)
-        gradients.clip(largest, norm)
+        norm = gradients.norm(order)
+        if error_if_nonfinite:
+            refuse_nonfinite(norm, order)
+        clip(gradients, largest, norm)
         return norm
 
     def grad_norms(self, by: str = "parameter", norm_type: float = 2.0) -> dict[str, Tensor]:

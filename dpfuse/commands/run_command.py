@@ -98,14 +98,10 @@ def _start_ranks(program: Program, ranks: int, variables: Mapping[str, str]) -> 
             "there. Give the number to the launcher, or remove WORLD_SIZE from the environment"
         )
     from dpfuse.job.launcher import run_job
+    from dpfuse.job.read_environment import environment
 
-    before = dict(os.environ)
-    os.environ.update(variables)
-    try:
+    with environment(variables):
         return run_job(["--nproc_per_node", str(ranks), *program.words_for_launcher()], shows_interrupts=False)
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def _interpreter_flags(words: Sequence[str]) -> list[str]:

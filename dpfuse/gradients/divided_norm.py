@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dpfuse.comm import collective
 from dpfuse.engine.local_part import LocalPart, local_of
-from dpfuse.gradients.norm import clipping_factor, norms_by_parameter, refuse_nonfinite
+from dpfuse.gradients.norm import norms_by_parameter
 
 __all__ = ["DividedGradients"]
 
@@ -56,19 +56,18 @@ class DividedGradients:
         return {name: found[name] for name in self._parts if name in found}
 
     @torch.no_grad()
-    def norm(self, order: float, *, error_if_nonfinite: bool = False) -> Tensor:
-        """As that of `Gradients`."""
+    def norm(self, order: float) -> Tensor:
+        """As `Measurable.norm`."""
         norms = [*self.norms(order).values()]
         if not norms:
             return torch.zeros((), device="cpu")
         kind = reduce(torch.promote_types, (norm.dtype for norm in norms), torch.float32)
-        total = torch.linalg.vector_norm(torch.stack([norm.double() for norm in norms]), order).to(kind)
-        return refuse_nonfinite(total, order) if error_if_nonfinite else total
+        total: Tensor = torch.linalg.vector_norm(torch.stack([norm.double() for norm in norms]), order)
+        return total.to(kind)
 
     @torch.no_grad()
-    def clip(self, largest: float, norm: Tensor) -> None:
-        """As that of `Gradients`."""
-        factor = clipping_factor(largest, norm)
+    def multiply(self, factor: Tensor) -> None:
+        """As `Measurable.multiply`."""
         for part in self._parts.values():
             if (grad := part.grad) is not None:
                 grad.mul_(factor)

@@ -21,6 +21,8 @@ from dpfuse_kernels.squared_norm import ROW, row_norms
 __all__ = [
     "GradientReader",
     "Gradients",
+    "Measurable",
+    "clip",
     "clipping_factor",
     "norm_arguments",
     "norms_by_bucket",
@@ -30,6 +32,16 @@ __all__ = [
 ]
 
 EPSILON = 1e-6  # added to the norm in the denominator, as in torch, so that no division is by 0
+
+
+class Measurable(Protocol):
+    """Gradients that can be measured and multiplied, wherever they lie."""
+
+    def norm(self, order: float) -> Tensor:
+        """Return their norm of that order, [] on their device, in float64 where some gradient is, else in float32."""
+
+    def multiply(self, factor: Tensor) -> None:
+        """Multiply them by a scalar that only the device may know."""
 
 
 class _Part(NamedTuple):
@@ -78,26 +90,13 @@ class Gradients:
         return cls(buckets, (), only={id(param) for bucket in buckets for param in bucket.delivered()})
 
     @torch.no_grad()
-    def norm(self, order: float, *, error_if_nonfinite: bool = False) -> Tensor:
-        """Their norm of that order, a scalar on their device, in float64 where some gradient is, else in float32.
-
-        Raises:
-            DPFuseError: it is NaN or infinite, and `error_if_nonfinite`.
-        """
-        norm = self.squares().sqrt().to(self._kind()) if order == 2 else self._norm(order)
-        return refuse_nonfinite(norm, order) if error_if_nonfinite else norm
-
-    @torch.no_grad()
-    def clip(self, largest: float, norm: Tensor) -> None:
-        """Multiply them so that `norm`, which is theirs, is at most `largest`."""
-        factor = clipping_factor(largest, norm)
-        if not factor.is_cuda and factor == 1.0:
-            return  # on a GPU only the device knows
-        self.multiply(factor)
+    def norm(self, order: float) -> Tensor:
+        """As `Measurable.norm`."""
+        return self.squares().sqrt().to(self._kind()) if order == 2 else self._norm(order)
 
     @torch.no_grad()
     def multiply(self, factor: Tensor) -> None:
-        """Multiply them by a scalar that only the device may know."""
+        """As `Measurable.multiply`."""
         loose = self._loose
         for grads, table in self._parts:
             try:
@@ -144,6 +143,14 @@ class Gradients:
 def clipping_factor(largest: float, norm: Tensor) -> Tensor:
     """Return what gradients with this norm, [], are multiplied with, so that their norm is at most `largest`."""
     return torch.clamp(largest / (norm + EPSILON), max=1.0)
+
+
+@torch.no_grad()
+def clip(gradients: Measurable, largest: float, norm: Tensor) -> None:
+    """Multiply gradients so that `norm`, which is theirs, is at most `largest`."""
+    factor = clipping_factor(largest, norm)
+    if factor.is_cuda or factor != 1.0:  # on a GPU only the device knows
+        gradients.multiply(factor)
 
 
 def refuse_nonfinite(norm: Tensor, order: float) -> Tensor:
@@ -222,7 +229,7 @@ class GradientReader:
     Args:
         module: the wrapped module.
         signature: tells whether it is still what it was.
-        rank: of this process.
+        rank: that errors name.
     """
 
     def __init__(self, module: nn.Module, signature: Signature, rank: int) -> None:
@@ -312,16 +319,18 @@ def _stored(grad: Tensor) -> Tensor:
     return grad._values() if grad.layout is torch.sparse_coo else grad.values()
 
 
+def _elements(grad: Tensor) -> Tensor:
+    """All numbers of a gradient, each once; of a sparse one without the zeros that it does not hold."""
+    return _stored(grad.coalesce() if grad.layout is torch.sparse_coo else grad)
+
+
 def _real_numbers(grad: Tensor) -> Tensor:
     """Real numbers with the same norm of order 2."""
-    if grad.layout is not torch.strided:
-        grad = grad.coalesce().values() if grad.layout is torch.sparse_coo else grad.values()
+    grad = _elements(grad)
     return torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad
 
 
 def _magnitudes(grad: Tensor, order: float) -> Tensor:
-    """Real numbers with the same norm of any order."""
-    if grad.layout is not torch.strided:
-        # Zeros that a sparse gradient does not hold count in no norm of an order above 0.
-        grad = _stored(grad.coalesce() if grad.layout is torch.sparse_coo else grad) if order > 0 else grad.to_dense()
+    """Real numbers with the same norm of any order. Zeros count in no norm of an order above 0."""
+    grad = _elements(grad) if order > 0 else grad.to_dense()
     return grad.abs() if grad.is_complex() else grad

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -94,19 +95,14 @@ def init_parallel_env(timeout: float | timedelta | None = None) -> dist.ProcessG
     if "nccl" in backend:
         # A collective of a bucket must not wait for the kernels of backward that were queued before it.
         os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
+    meeting: dict[str, Any]
     if job.master is None:
-        store = HashStore()
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=wait, device_id=device)
-        return dist.group.WORLD
-    host, port = job.master
-    address = f"[{host}]" if ":" in host else host
+        meeting = {"store": HashStore()}
+    else:
+        host, port = job.master
+        meeting = {"init_method": f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"}
     dist.init_process_group(
-        backend,
-        init_method=f"tcp://{address}:{port}",
-        rank=job.rank,
-        world_size=job.world_size,
-        timeout=wait,
-        device_id=device,
+        backend, **meeting, rank=job.rank, world_size=job.world_size, timeout=wait, device_id=device
     )
     if backend == "gloo":
         # gloo returns as soon as this rank is connected. If it ended now, a peer that is still connecting would fail.

@@ -52,6 +52,8 @@ UNUSED_OPTIONS = {
 class _Job:
     """What every rank of one spawn receives, apart from its own number."""
 
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
     variables: dict[str, str]
     folder: str
     parent: int  # of the process with which the rank ends; 0 if that is not possible
@@ -59,7 +61,7 @@ class _Job:
     forked: bool
 
 
-def _run_rank(rank: int, job: _Job, func: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _run_rank(rank: int, job: _Job) -> None:
     if job.forked:
         # Objects of the parent must not be collected here, such as a store whose threads do not exist in this process.
         gc.freeze()
@@ -75,7 +77,7 @@ def _run_rank(rank: int, job: _Job, func: Callable[..., Any], args: tuple[Any, .
         torch.set_num_threads(int(job.variables["OMP_NUM_THREADS"]))
     began_path(job.folder, rank).touch()
     try:
-        result = func(*args)
+        result = job.func(*job.args)
         try:
             data = pickle.dumps(result)
         except Exception as error:
@@ -257,20 +259,16 @@ def _begin(
     # fork server is another process.
     dies_with_us = start_method != "forkserver" and threading.current_thread() is threading.main_thread()
     parent = os.getpid() if dies_with_us else 0
-    job = _Job(variables, folder.name, parent, gpus_of_ranks(cards), start_method == "fork")
+    job = _Job(func, args, variables, folder.name, parent, gpus_of_ranks(cards), start_method == "fork")
     # Also inherited, because the ranks import torch and the user's module before they run `_run_rank`.
     with environment(variables):
-        return SpawnContext(_start(func, args, count, daemon, start_method, job), folder, store)
+        return SpawnContext(_start(job, count, daemon, start_method), folder, store)
 
 
-def _start(
-    func: Callable[..., Any], args: tuple[Any, ...], count: int, daemon: bool, start_method: str, job: _Job
-) -> ProcessContext:
+def _start(job: _Job, count: int, daemon: bool, start_method: str) -> ProcessContext:
     before = set(mp.active_children())
     try:
-        context = start_processes(
-            _run_rank, (job, func, args), count, join=False, daemon=daemon, start_method=start_method
-        )
+        context = start_processes(_run_rank, (job,), count, join=False, daemon=daemon, start_method=start_method)
     except BaseException as error:
         # The ranks that did start wait for the others, which never will.
         for process in set(mp.active_children()) - before:
@@ -278,7 +276,7 @@ def _start(
             process.join()
         if isinstance(error, (pickle.PicklingError, AttributeError, TypeError)):
             raise ValueError(
-                f"spawn: func {getattr(func, '__qualname__', func)!r} or its args cannot be sent to another "
+                f"spawn: func {getattr(job.func, '__qualname__', job.func)!r} or its args cannot be sent to another "
                 f"process ({error}); expected a function at the top level of a module (no lambda, no "
                 "function inside a function) and arguments that pickle can handle."
             ) from error

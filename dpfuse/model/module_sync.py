@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from dpfuse.comm import votes
 from dpfuse.comm.completion import let_threads_finish_at_exit
@@ -35,7 +35,7 @@ from dpfuse.gradients.divided_norm import DividedGradients
 from dpfuse.gradients.error_feedback import ErrorFeedback
 from dpfuse.gradients.finite import FiniteCheck
 from dpfuse.gradients.loss_scale_and_weight import GradientFactors
-from dpfuse.gradients.norm import GradientReader, refuse_running
+from dpfuse.gradients.norm import GradientReader, Measurable, refuse_running
 from dpfuse.loop.group_of_one import tell_of_group
 from dpfuse.loop.loop_check import LoopCheck
 from dpfuse.measure.metrics import Metrics
@@ -56,7 +56,7 @@ from dpfuse.stopping.request import StopRequest
 from dpfuse.weights.check import WeightsCheck
 from dpfuse.weights.left_alone import leave_alone
 
-__all__ = ["Dividing", "FaceParts", "Measurable", "ModuleSync"]
+__all__ = ["Dividing", "FaceParts", "ModuleSync"]
 
 
 @dataclass(frozen=True)
@@ -74,16 +74,6 @@ class FaceParts:
     wrap: Wrap = lambda reducer: reducer
     module_changed: Callable[[], None] | None = None
     meshes: Sequence[object] = ()
-
-
-class Measurable(Protocol):
-    """Gradients that can be measured and clipped."""
-
-    def norm(self, order: float, *, error_if_nonfinite: bool = False) -> Tensor:
-        """Return their norm, [] on their device."""
-
-    def clip(self, largest: float, norm: Tensor) -> None:
-        """Multiply them so that `norm`, which is theirs, is at most `largest`."""
 
 
 class Dividing(Feature):

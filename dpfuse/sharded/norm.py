@@ -13,7 +13,6 @@ from torch import Tensor
 from dpfuse.comm import collective
 from dpfuse.comm.waiting import board_of, finish
 from dpfuse.errors import DPFuseError
-from dpfuse.gradients.norm import clipping_factor, refuse_nonfinite
 from dpfuse.sharded.gradient import ShardedGradient, used_up
 from dpfuse_kernels.squared_norm import ROW, row_norms
 
@@ -51,14 +50,11 @@ class ShardedGradients:
         self._grads = [grad for name, param in named if (grad := sharded_gradient(name, param, group)) is not None]
 
     @torch.no_grad()
-    def norm(self, order: float, *, error_if_nonfinite: bool = False) -> Tensor:
-        """Return their norm of that order, [], in float64 where some gradient is, else in float32.
-
-        To be called on all ranks: each sends one number.
+    def norm(self, order: float) -> Tensor:
+        """As `Measurable.norm`. To be called on all ranks: each sends one number.
 
         Raises:
             ValueError: the order is not above 0.
-            DPFuseError: the norm is NaN or infinite, and `error_if_nonfinite`.
         """
         if not order > 0:
             raise ValueError(
@@ -70,13 +66,11 @@ class ShardedGradients:
                 f"norm_type must be 2.0 or math.inf with a ShardedOptimizer and fixed_micro_batches, got {order}: only "
                 "these have the same bits on any number of ranks."
             )
-        kinds = {grad.dtype for grad in self._grads} | {torch.float32}
+        kind = torch.float64 if any(grad.dtype == torch.float64 for grad in self._grads) else torch.float32
         device = self._grads[0].device if self._grads else collective.group_device(self._group)
         if self._by_rows and order == 2:
             with self._reading:
-                norm = self._squares_by_row(device).sum().sqrt()
-            norm = norm.to(torch.float64 if torch.float64 in kinds else torch.float32)
-            return refuse_nonfinite(norm, order) if error_if_nonfinite else norm
+                return self._squares_by_row(device).sum().sqrt().to(kind)
         norms = [torch.zeros(1, dtype=torch.float64, device=device)]
         for part in self._parts():
             norms.append(row_norms([part]) if order == 2 else torch.linalg.vector_norm(part, order).double().view(1))
@@ -88,8 +82,7 @@ class ShardedGradients:
                 total = rows.pow(order).sum()
                 finish(collective.all_reduce(total, self._group), board_of(self._group), device.type)
                 total = total.pow(1 / order)
-        norm = total.to(torch.float64 if torch.float64 in kinds else torch.float32)
-        return refuse_nonfinite(norm, order) if error_if_nonfinite else norm
+        return total.to(kind)
 
     def _squares_by_row(self, device: torch.device) -> Tensor:
         """Return the sum of squares of each row of each gradient, on all ranks. A row begins where a part may."""
@@ -114,12 +107,10 @@ class ShardedGradients:
             yield from (part for part in parts if part.numel())
 
     @torch.no_grad()
-    def clip(self, largest: float, norm: Tensor) -> None:
-        """Multiply them so that `norm`, which is theirs, is at most `largest`."""
-        factor = clipping_factor(largest, norm)
-        if factor.is_cuda or factor != 1.0:  # on a GPU only the device knows
-            for part in self._parts():
-                part.mul_(factor)
+    def multiply(self, factor: Tensor) -> None:
+        """As `Measurable.multiply`."""
+        for part in self._parts():
+            part.mul_(factor)
 
 
 def _squares(flat: Tensor) -> Tensor:
