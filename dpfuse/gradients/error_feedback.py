@@ -187,13 +187,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 class _Residual(PackStep):
-    """The part of a model's error feedback that lies beside the communication buffer of one bucket.
-
-    Args:
-        feedback: of the model.
-        order: place of the bucket in the order of communication.
-        buffer: of the bucket.
-    """
+    """The part of a model's error feedback beside the buffer of one bucket, the `order`-th that is sent."""
 
     def __init__(self, feedback: ErrorFeedback, order: int, buffer: CommBuffer) -> None:
         self._feedback = feedback

@@ -206,30 +206,15 @@ class GradientFactors(Feature):
 
 
 class _Found:
-    """Values of one backward that are not finite.
-
-    Args:
-        slots: of the largest bucket.
-        device: of the gradients.
-
-    Attributes:
-        counts: of them, by place in the bucket, over all buckets, [slots] int32.
-        others: above 0 if others were found, [] float32.
-    """
+    """Values of one backward that are not finite, for buckets of at most so many slots."""
 
     def __init__(self, slots: int, device: torch.device) -> None:
-        self.counts = torch.zeros(slots, dtype=torch.int32, device=device)
-        self.others = torch.zeros((), dtype=torch.float32, device=device)
+        self.counts = torch.zeros(slots, dtype=torch.int32, device=device)  # by place in the bucket, over all buckets
+        self.others = torch.zeros((), dtype=torch.float32, device=device)  # above 0 if others were found
 
 
 class _FactorStep(PackStep):
-    """The factors of one bucket.
-
-    Args:
-        factors: of the model.
-        buffer: of the bucket.
-        report: if it travels with this bucket, which is packed last.
-    """
+    """The factors of one bucket. The report travels with that which is packed last, and is None for the others."""
 
     def __init__(self, factors: GradientFactors, buffer: CommBuffer, report: Report | None) -> None:
         self._factors = factors

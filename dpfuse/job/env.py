@@ -104,7 +104,7 @@ def init_parallel_env(timeout: float | timedelta | None = None) -> dist.ProcessG
     dist.init_process_group(
         backend, **meeting, rank=job.rank, world_size=job.world_size, timeout=wait, device_id=device
     )
-    if backend == "gloo":
+    if backend == "gloo" and job.world_size > 1:
         # gloo returns as soon as this rank is connected. If it ended now, a peer that is still connecting would fail.
         dist.barrier()
     return dist.group.WORLD

@@ -52,15 +52,12 @@ class RankFailure:
 
 
 def first_failure(failures: Sequence[RankFailure]) -> RankFailure:
-    """Return the failure that caused the others.
+    """Return the one of `failures`, at least one, that caused the others.
 
     A rank with a record failed at the time of its exception. A rank without a record ended suddenly. If its end was
     noticed no later than two seconds after the first exception, it is the cause, and the exception ("connection
     closed") is secondary. An error that refers to that of another rank is secondary, too, even if it comes first: all
     ranks raise in the same backward. SIGTERM without a record means that the launcher ended the rank.
-
-    Args:
-        failures: at least one.
 
     Example: rank 0 raises "connection closed" at 5.0 s, the launcher sees at 5.1 s that SIGKILL has killed rank 1 ->
     rank 1.
@@ -79,7 +76,7 @@ def shown(failure: RankFailure, folder: str | None = None) -> RankFailure:
 
     Args:
         failure: of the rank that an error names.
-        folder: for the file; None takes the system's folder for temporary files.
+        folder: None takes the system's folder for temporary files.
     """
     error, trace = _fit(failure.error), _fit(failure.traceback)
     long_error, long_trace = (len(text.encode()) > MOST_BYTES for text in (error, trace))

@@ -193,15 +193,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_job(words: list[str], *, last: bool = False, shows_interrupts: bool = True) -> int:
-    """Start a job as `main` does.
+    """Start a job as `main` does, and return its exit code.
 
     Args:
         words: the command line.
         last: whether the process ends after this.
         shows_interrupts: False prints one line after Ctrl-C: no traceback of a rank, and none of torchrun's lines.
-
-    Returns:
-        The exit code, as `main`.
     """
     with Signals(last=last) as signals:
         return _launch(words, signals, shows_interrupts)

@@ -172,13 +172,9 @@ def _text_of(error: BaseException) -> str:
 
 
 def record_exception(error: BaseException, path: str | None) -> None:
-    """Record why this rank fails, in torchrun's format, for the launcher; and tell the other ranks.
+    """Record at `path`, if there is one, why this rank fails, in torchrun's format; and tell the other ranks.
 
     The record holds the whole texts. What reads it cuts them: `failure.shown`.
-
-    Args:
-        error: the reason.
-        path: of the file; None or empty for none.
     """
     process_exit = sys.modules.get("dpfuse.liveness.process_exit")
     if process_exit is not None:
@@ -217,12 +213,9 @@ def end_within(seconds: float, code: int) -> None:
 
 
 def end_process(code: int = 0, *, forked: bool = False) -> NoReturn:
-    """End this process, after everything that Python does at its end.
+    """End this process with an exit code, after everything that Python does at its end.
 
-    Args:
-        code: the exit code.
-        forked: whether it is a fork. Then it does not run the exit functions of its parent, which for instance
-            remove folders that the parent uses.
+    A fork does not run the exit functions of its parent, which for instance remove folders that the parent uses.
 
     Python's finalization is skipped: threads of libraries may still run then, and abort a rank whose work is done, or
     replace the exit code of a failed rank by a signal. The process group is destroyed first, but not after a failure:

@@ -106,11 +106,7 @@ def ranks_end_within(seconds: float, signals: Signals, *, hold: bool, records: l
 
 @contextmanager
 def silent_after_interrupt(signals: Signals) -> Iterator[None]:
-    """Let torchrun log nothing of its ranks once a Ctrl-C has ended them.
-
-    Args:
-        signals: entered; knows what has asked the job to end.
-    """
+    """Let torchrun log nothing of its ranks once a Ctrl-C has ended them."""
     log = logging.getLogger(torchrun.__name__)
 
     def passes(record: logging.LogRecord) -> bool:

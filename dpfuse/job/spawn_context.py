@@ -30,12 +30,7 @@ _running: set[SpawnContext] = set()
 
 
 class RankError(DPFuseError):
-    """A rank that was spawned has failed.
-
-    Args:
-        text: of the error.
-        failure: of the rank that failed first; a pickled error does not keep it.
-    """
+    """A rank that was spawned has failed: `failure` is that of the first. A pickled error does not keep it."""
 
     def __init__(self, text: str, failure: RankFailure | None = None) -> None:
         super().__init__(text)

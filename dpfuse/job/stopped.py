@@ -11,21 +11,13 @@ __all__ = ["all_stopped", "note_stopped"]
 
 
 def note_stopped(record: str) -> None:
-    """Note that this rank has left well after its program had read that all ranks stop.
-
-    Args:
-        record: the path at which an error of this rank would be recorded.
-    """
+    """Note that this rank, whose errors go to `record`, has left well after its program had read that all stop."""
     with suppress(OSError):  # the job then ends as without the note
         _note_of(record).touch()
 
 
 def all_stopped(records: Collection[str]) -> bool:
-    """Whether all of these ranks have noted it; False for none.
-
-    Args:
-        records: the paths of all ranks, as for `note_stopped`.
-    """
+    """Whether each of the ranks with these records has noted it; False for none."""
     return bool(records) and all(_note_of(record).exists() for record in records)
 
 

@@ -31,15 +31,11 @@ WORDS = Phrases(
 
 
 class CallWeights(Watcher):
-    """The weights of a call, which are compared from the second call with the same parameters on.
+    """The weights of a call, by name, at least one: compared from the second call with the same parameters on.
 
     Made on all ranks in the same call. A difference is a warning: no option of the call says what else it should be.
     Between calls it refers to no parameter, not even weakly, since torch refuses to swap a tensor that has a weak
     reference. In a step it finds them in the optimizers. A parameter that no optimizer holds is not compared.
-
-    Args:
-        tensors: the parameters, by name; at least one.
-        group: the ranks.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
@@ -86,13 +82,9 @@ class CallWeights(Watcher):
         return found | any(pairs[0]) * HASHED | self._check.is_expected * DUE
 
     def compared(self, numbers: Sequence[int], params: Iterable[Tensor]) -> None:
-        """Take what the ranks have said in the vote of this call, before gradients are averaged.
+        """Take what each rank has said in the vote of this call, before gradients are averaged.
 
         What an earlier call has seen to differ is examined now: on every rank, if one has said so.
-
-        Args:
-            numbers: what each rank has said.
-            params: of this call.
         """
         due = False
         try:
