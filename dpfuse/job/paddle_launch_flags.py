@@ -96,57 +96,58 @@ def _suggestion(word: str, flags: Sequence[str]) -> str:
     return f" Did you mean --{close[0].lstrip('_')}?"
 
 
-def _misspelt(word: str, flags: Sequence[str]) -> str | None:
-    """Return what is wrong with a word that looks like a flag but cannot be one; None if nothing is."""
+def _refuse_misspelt(word: str, flags: Sequence[str]) -> None:
+    """Raise ValueError for a word that looks like a flag but cannot be one."""
     if word.lstrip("-")[:1] in tuple(TYPOGRAPHIC_DASHES):
-        return (
+        raise ValueError(
             f"{word!r} begins with a typographic dash, not with the hyphens of a flag (copied from a page?)."
             f"{_suggestion(word, flags)}"
         )
     if word.startswith("-") and not word.startswith("--") and _plain(word) in flags:
-        return f"{word!r} begins with one hyphen, expected two. Write {_plain(word)}."
-    return None
+        raise ValueError(f"{word!r} begins with one hyphen, expected two. Write {_plain(word)}.")
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """Return the parsed command line; an error in it ends the program with exit code 2."""
     parser = _parser()
-    flags = [flag for flag in parser._option_string_actions if flag.startswith("--")]
-    for word in arguments:
-        problem = _misspelt(word, flags)
-        if problem:
-            parser.error(problem)
-        if word in ("-m", "--module", "--no-python", "--no_python") or word.endswith(".py"):
-            break  # the words from here on are the program and its arguments
-    for action in parser._actions:
-        if action.dest in ("training_script", "training_script_args"):
-            action.required = False  # argparse's own error asks for the script's arguments too, which may be none
-    args, unknown = parser.parse_known_args(arguments)
-    if args.training_script is None and not unknown:
-        example = "train" if args.module else "train.py"
-        parser.error(
-            "got no script to start, expected its name after the flags. Write "
-            f"`python -m {PROGRAM} {' '.join([*arguments, example])}`."
-        )
-    problem = _misspelt(args.training_script or "", flags)
-    if problem:
-        parser.error(problem)
-    if unknown:
-        parser.error(f"unknown flag {unknown[0]!r}.{_suggestion(unknown[0], flags)}")
-    script = args.training_script
-    found = os.path.isfile(os.path.join(script, "__main__.py") if os.path.isdir(script) else script)
-    if not (args.module or args.no_python) and not found:
-        parser.error(f"there is no script {args.training_script!r} (to run a module, put -m before its name)")
-    # Parsed once more without defaults: the values that are set then were written by the user.
-    written = argparse.Namespace(**{action.dest: None for action in parser._actions})
-    parser.parse_known_args(arguments, written)
     try:
+        args = _read(arguments, parser)
+        # Parsed once more without defaults: the values that are set then were written by the user.
+        written = argparse.Namespace(**{action.dest: None for action in parser._actions})
+        parser.parse_known_args(arguments, written)
         args.nodes = read_nodes(args, {name for name, value in vars(written).items() if value is not None})
         _settle_job_flags(args)
         _settle_ranks(args)
         _settle_end(args)
     except ValueError as error:
         parser.error(str(error))
+    return args
+
+
+def _read(arguments: list[str], parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Parse the command line; ValueError for a flag that does not exist, or no program to start."""
+    flags = [flag for flag in parser._option_string_actions if flag.startswith("--")]
+    for word in arguments:
+        _refuse_misspelt(word, flags)
+        if word in ("-m", "--module", "--no-python", "--no_python") or word.endswith(".py"):
+            break  # the words from here on are the program and its arguments
+    for action in parser._actions:
+        if action.dest in ("training_script", "training_script_args"):
+            action.required = False  # argparse's own error asks for the script's arguments too, which may be none
+    args, unknown = parser.parse_known_args(arguments)
+    script = args.training_script or ""
+    if not script and not unknown:
+        example = "train" if args.module else "train.py"
+        raise ValueError(
+            "got no script to start, expected its name after the flags. Write "
+            f"`python -m {PROGRAM} {' '.join([*arguments, example])}`."
+        )
+    _refuse_misspelt(script, flags)
+    if unknown:
+        raise ValueError(f"unknown flag {unknown[0]!r}.{_suggestion(unknown[0], flags)}")
+    found = os.path.isfile(os.path.join(script, "__main__.py") if os.path.isdir(script) else script)
+    if not (args.module or args.no_python) and not found:
+        raise ValueError(f"there is no script {script!r} (to run a module, put -m before its name)")
     return args
 
 
