@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 __all__ = [
     "check_backend",
+    "check_one_rank_each",
     "choose_backend",
     "cpu_count",
     "device_variables",
@@ -64,6 +65,15 @@ def cpu_count() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def check_one_rank_each(cards: Sequence[str], nprocs: int, source: str, count_source: str) -> None:
+    """Raise ValueError unless there is one rank for each card; the sources are what the error calls both arguments."""
+    if nprocs != len(cards):
+        raise ValueError(
+            f"{source} names {len(cards)} card(s), but {count_source} is {nprocs}; expected the same number. Leave "
+            f"{count_source} out, or name one card for each rank."
+        )
 
 
 def device_variables(nprocs: int, cards: Sequence[str] | None) -> dict[str, str]:

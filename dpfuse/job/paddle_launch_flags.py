@@ -11,13 +11,13 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from dpfuse.job.devices import select_gpus, visible_gpus
+from dpfuse.job.devices import check_one_rank_each, select_gpus, visible_gpus
 from dpfuse.job.nodes import STARTED_PORT, read_nodes
+from dpfuse.job.rank_program import SECONDS_TO_END
 
 __all__ = ["PROGRAM", "parse", "say"]
 
 PROGRAM = "dpfuse.launch"
-SHUTDOWN_SECONDS = 8  # that ranks get to end before they are killed; torchrun gives 30
 # The dashes into which word processors and web pages turn hyphens.
 TYPOGRAPHIC_DASHES = "\u2010\u2011\u2012\u2013\u2014\u2015\u2212\ufe58\ufe63\uff0d"
 
@@ -192,11 +192,8 @@ def _settle_ranks(args: argparse.Namespace) -> None:
         ) from error
     if count < 1:
         raise ValueError(f"--nproc_per_node: got {args.nproc_per_node!r}, expected at least 1")
-    if args.gpus is not None and count != len(args.gpus):
-        raise ValueError(
-            f"--gpus names {len(args.gpus)} card(s), but --nproc_per_node is {count}; expected the same "
-            "number. Leave --nproc_per_node out, or name one card for each rank."
-        )
+    if args.gpus is not None:
+        check_one_rank_each(args.gpus, count, "--gpus", "--nproc_per_node")
     args.nproc_per_node = str(count)
 
 
@@ -208,7 +205,7 @@ def _settle_end(args: argparse.Namespace) -> None:
     source = "--shutdown_timeout"
     if seconds is None:
         source = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
-        seconds = os.environ.get(source, SHUTDOWN_SECONDS)
+        seconds = os.environ.get(source, SECONDS_TO_END)
     try:
         args.seconds_to_end = int(seconds)
     except ValueError:

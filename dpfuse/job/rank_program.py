@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 
 __all__ = [
     "KEPT_SIGNALS",
+    "SECONDS_TO_END",
     "Launch",
     "die_with_parent",
     "end_process",
@@ -37,6 +38,7 @@ __all__ = [
 ]
 
 KEPT_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)  # with which schedulers announce the end of a job
+SECONDS_TO_END = 8  # that a rank gets to end after it failed or was asked to; torchrun gives 30
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 
@@ -49,7 +51,7 @@ class Launch:
     hosts: Sequence[str] = ()  # the address of every node, by node rank, if all are known
     host: str = ""  # the address of this node, if it is known
     one_log: bool = False  # whether stderr goes into the file of stdout
-    seconds_to_end: float = 8.0  # that a rank gets to end after it has failed
+    seconds_to_end: float = SECONDS_TO_END
     shows_interrupts: bool = True  # whether a KeyboardInterrupt that ends the program has a traceback
 
 

@@ -20,6 +20,7 @@ from torch.multiprocessing.spawn import ProcessContext, start_processes
 from dpfuse.job import rank_program
 from dpfuse.job.devices import (
     check_backend,
+    check_one_rank_each,
     choose_backend,
     cpu_count,
     device_variables,
@@ -32,7 +33,6 @@ from dpfuse.job.spawn_context import RankFolder, SpawnContext, began_path, error
 
 __all__ = ["spawn"]
 
-SECONDS_TO_END = 8.0  # that a rank gets to end after it has failed
 OPTIONS = ("start_method", "backend", "gpus")
 OLDER_NAMES_OF_GPUS = ("selected_gpus", "selected_devices")
 MACHINES = "spawn starts ranks on this machine only; for several machines use `python -m dpfuse.launch --ips=…`"
@@ -93,7 +93,7 @@ def _run_rank(rank: int, job: _Job) -> None:
         code = rank_program.exit_code_of(error)
         if code:
             rank_program.record_exception(error, record)
-            rank_program.end_within(SECONDS_TO_END, code)
+            rank_program.end_within(rank_program.SECONDS_TO_END, code)
             # torch would pickle the traceback of a raised exception into a file in a folder that every user can write
             # to, and would take a KeyboardInterrupt for a success.
             sys.exit(code)
@@ -130,11 +130,7 @@ def _count_ranks(nprocs: int, cards: Sequence[str] | None, backend: str) -> int:
         raise ValueError(f"spawn: nprocs must be at least 1, or -1 for all GPUs (else all cores), got {nprocs}")
     gpus = visible_gpus()
     if cards is not None:
-        if nprocs not in (-1, len(cards)):
-            raise ValueError(
-                f"spawn: gpus names {len(cards)} card(s), but nprocs is {nprocs}; expected the same number. "
-                "Leave nprocs out, or name one card for each rank."
-            )
+        check_one_rank_each(cards, len(cards) if nprocs == -1 else nprocs, "spawn: gpus", "nprocs")
         return len(cards)
     if nprocs == -1:
         return gpus or cpu_count()
