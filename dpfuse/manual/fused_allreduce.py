@@ -222,6 +222,17 @@ class _Options:
         """How gradients travel; raises ValueError for a dtype or a pair that cannot be used."""
         return Wire.of(self.wire_dtype)
 
+    def check(self) -> None:
+        """Raise TypeError or ValueError for an option that cannot be used."""
+        check_bucket_size(self.bucket_size)
+        if not isinstance(self.deterministic, bool):
+            raise TypeError(
+                f"deterministic must be True or False, got {self.deterministic!r} of type "
+                f"{type(self.deterministic).__name__}"
+            )
+        averaging_for("float32", 1, self.scale)
+        Wire.of(self.wire_dtype)
+
     def __str__(self) -> str:
         return (
             f"scale={self.scale}, bucket_size={float(self.bucket_size)}, deterministic={self.deterministic}, "
@@ -427,12 +438,7 @@ def _prepare(parameter_list: Any, options: _Options, kept: list[_Prepared]) -> _
 
 
 def _gradients_of(items: list[Any], options: _Options) -> _Prepared:
-    check_bucket_size(options.bucket_size)
-    if not isinstance(options.deterministic, bool):
-        raise TypeError(
-            f"deterministic must be True or False, got {options.deterministic!r} of type "
-            f"{type(options.deterministic).__name__}"
-        )
+    options.check()
     refuse_accumulated(items, CALLED)
     params: dict[int, Tensor] = {}
     specs: list[ParamSpec] = []
@@ -451,6 +457,4 @@ def _gradients_of(items: list[Any], options: _Options) -> _Prepared:
             continue
         params[id(param)] = param
         specs.append(spec_of_gradient(f"parameter_list[{index}]", param, grad))
-    averaging_for("float32", 1, options.scale)
-    options.wire  # noqa: B018
     return _Prepared(items, list(params.values()), specs, options)
