@@ -179,10 +179,10 @@ def _position(args: argparse.Namespace, addresses: tuple[str, ...]) -> int:
     if len(found) == 1:
         return addresses.index(found[0])
     if found:
-        wrong = f"of which {', '.join(found)} are all addresses of this machine; expected one."
+        wrong = f"of which {', '.join(found)} are all addresses of this machine; expected one. Say"
     else:
-        wrong = f"but none of them is an address of this machine, which has {_own_addresses()}. Correct the list, or"
-    raise ValueError(f"--ips: got {args.ips}, {wrong} Say which one this machine is: --node_ip=…")
+        wrong = f"but none of them is an address of this machine, which has {_own_addresses()}. Correct the list, or say"
+    raise ValueError(f"--ips: got {args.ips}, {wrong} which one this machine is: --node_ip=…")
 
 
 def _host_and_port(text: str) -> tuple[str, int | None]:

@@ -96,6 +96,7 @@ def test_the_launcher_understands_every_command_line_shown(line, tmp_path, monke
     words = words[3 if words[0] == "python" else 1 :]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("dpfuse.job.nodes.is_own_address", "192.168.1.2".__eq__)  # of the machine that the page means
     for script in (word for word in words if word.endswith(".py")):
         if "/" in script:
             assert (ROOT / script).exists()

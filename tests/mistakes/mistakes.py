@@ -474,7 +474,7 @@ MISTAKES: dict[str, Mistake] = {
         net().parameters(),
         bucket_size=-1,
         error=ValueError,
-        parts=("bucket_size", "got -1", "must be >= 0 bytes", "0 sends every gradient alone"),
+        parts=("bucket_size", "got -1", "must be >= 0 bytes", "0 moves every gradient alone"),
     ),
     "one module as replicas": Mistake(
         lambda _: dpfuse.reduce_replicas(net()),
