@@ -181,7 +181,9 @@ def _position(args: argparse.Namespace, addresses: tuple[str, ...]) -> int:
     if found:
         wrong = f"of which {', '.join(found)} are all addresses of this machine; expected one. Say"
     else:
-        wrong = f"but none of them is an address of this machine, which has {_own_addresses()}. Correct the list, or say"
+        wrong = (
+            f"but none of them is an address of this machine, which has {_own_addresses()}. Correct the list, or say"
+        )
     raise ValueError(f"--ips: got {args.ips}, {wrong} which one this machine is: --node_ip=…")
 
 
