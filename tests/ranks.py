@@ -23,6 +23,8 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
+import pytest
+
 from tests.distributed.processes import ROOT
 from tests.patience import patience
 from tests.warm import warm_python
@@ -72,6 +74,9 @@ def _serve(rank: int, size: int, store_path: str) -> None:
             del result
         except BaseException:
             pipe.send(("raised", traceback.format_exc()))
+        for each in args:  # pytest undoes what its own process has patched, and this is a copy
+            if isinstance(each, pytest.MonkeyPatch):
+                each.undo()
         # Models are in cycles, and each that is left would take part in every step of the tests that follow.
         del job, function, args
         gc.collect()

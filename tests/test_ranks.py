@@ -45,6 +45,19 @@ def test_a_marker_says_how_many_ranks_do(rank, size):
     assert (dist.get_world_size(), size) == (3, 3)
 
 
+def patches(rank, size, patch):
+    patch.setattr(os, "sep", "planted")
+
+
+def sep(rank, size):
+    return os.sep
+
+
+def test_what_a_test_patches_on_its_ranks_is_undone_there(ranks, monkeypatch):
+    ranks(patches, monkeypatch)
+    assert ranks(sep) == [os.sep] * 2
+
+
 @pytest.mark.xfail(raises=RankError, strict=True)
 def test_what_one_rank_raises_fails_such_a_test(rank, size):
     assert rank == 0
