@@ -37,7 +37,7 @@ SUITES = {
     "planner": 120,
     "wire": 240,
     "manual": 300,
-    "sharded": 900,
+    "sharded": 1200,
     "same_bits": 600,
 }
 LIMIT_ON_GPU = 900.0
