@@ -122,13 +122,13 @@ def refuse_common(lines: Sequence[str], group: dist.ProcessGroup) -> None:
         run for rank, each in enumerate(told) for place, line in enumerate(each) for run in _runs_of(line, rank, place)
     )
     common = []
-    reaches: _Run | None = None  # of those before, the one that ends last
+    furthest: _Run | None = None  # the run so far that ends last
     for run in runs:
-        inside = reaches is not None and run.file == reaches.file and run.first < reaches.end
-        if reaches is not None and inside and run.rank != reaches.rank:
+        inside = furthest is not None and run.file == furthest.file and run.first < furthest.end
+        if furthest is not None and inside and run.rank != furthest.rank:
             common.append(run)
-        if reaches is None or not inside or run.end > reaches.end:
-            reaches = run
+        if furthest is None or not inside or run.end > furthest.end:
+            furthest = run
     if common:
         raise DPFuseError(_refusal(runs, min(common, key=lambda run: run.place)))
 

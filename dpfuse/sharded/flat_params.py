@@ -235,7 +235,8 @@ def _move(regions: Sequence[FlatParams], moved: Sequence[tuple[FlatParams, int]]
                 "keeps uses, too; expected memory of its own. A ShardedOptimizer needs that memory for the other one: "
                 "assign a clone(), or drop the view."
             )
-        values.append(value.clone() if inside else value)  # two may have changed places: all are read before
+        # Two parameters may have changed places: all are read before one is written.
+        values.append(value.clone() if inside else value)
     for (region, place), value, stays in zip(moved, values, stay, strict=True):
         region.put(place, value, stays=stays)
 

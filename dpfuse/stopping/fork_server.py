@@ -49,9 +49,9 @@ class ForkServer:
             warn_at_user(
                 DPFuseWarning(
                     f'the workers of this loader begin with "forkserver", and the server of multiprocessing {why}, '
-                    f"expected one that outlives {names}: sent to all processes of a group, this signal ends the "
-                    "server and the workers. Install dpfuse, and call stop_on_signals() before any process begins "
-                    'with "forkserver"; or give the loader multiprocessing_context="spawn".'
+                    f"expected one that outlives {names}: a launcher may send this signal to all processes of a rank, "
+                    "and it ends the server and the workers. Install dpfuse, and call stop_on_signals() before any "
+                    'process begins with "forkserver"; or give the loader multiprocessing_context="spawn".'
                 )
             )
 

@@ -102,7 +102,7 @@ def groups_around(group: dist.ProcessGroup, meshes: Iterable[object], number: in
     """Return the groups of the first mesh that has more ranks than this group; None if there is none.
 
     Args:
-        group: the one that averages.
+        group: the ranks that average the gradients of the wrapper.
         meshes: DeviceMeshes of which this group may be a dimension. The mesh that each was sliced from counts.
         number: of the wrapper, among those of its group.
         late: whether the host reads a report one backward later, as on a GPU.

@@ -2,27 +2,11 @@
 
 from __future__ import annotations
 
-import time
-
 import torch
 
 import dpfuse
 from bench.send_recorder import SendRecorder
-
-PAUSE = 0.02  # seconds
-
-
-class Pause(torch.autograd.Function):
-    """Backward takes a while."""
-
-    @staticmethod
-    def forward(ctx, value):
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        time.sleep(PAUSE)
-        return grad
+from tests.unit.test_tune_recorder import PAUSE, Pause
 
 
 class Layers(torch.nn.Module):
