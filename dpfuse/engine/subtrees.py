@@ -75,21 +75,23 @@ class Subtrees:
         return self._begin(number)
 
     def _begin(self, number: int) -> bool:
-        self._open, self._next = Node(number, 1), number + 1
-        self._joins = self._stack.would_join(self._open)
-        self.leaf = self._tables[len(self._stack.nodes) - self._joins]
-        return self._joins
+        node = Node(number, 1)
+        joins = self._stack.would_join(node)
+        self.leaf = self._tables[len(self._stack.nodes) - joins]
+        # Last, so that nothing is open after an error before.
+        self._open, self._next, self._joins = node, number + 1, joins
+        return joins
 
     def close(self) -> None:
         """Note that all gradients of the open micro-batch are in `leaf`, and add up what can be added."""
-        if self._open is None:
+        node, self._open = self._open, None  # first, so that after an error no node comes a second time
+        if node is None:
             return
-        additions = self._stack.push(self._open)
+        additions = self._stack.push(node)
         top = len(self._stack.nodes) + additions - 1  # the place of the value on top, before anything is added
         for step in range(additions):
             if step or not self._joins:
                 self._tables[top - step - 1].flat.add_(self._tables[top - step].flat)
-        self._open = None
 
     def clear(self) -> None:
         """Forget everything."""

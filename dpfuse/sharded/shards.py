@@ -34,6 +34,8 @@ __all__ = ["Shards", "refuse_missing"]
 
 Shard = ElementwiseShard | WholeShard
 
+FAILED = 2**62  # the bit of what ranks compare that says that a step has failed
+
 
 class Shards:
     """The parameters of a wrapped model, of which each rank updates one part.
@@ -71,7 +73,7 @@ class Shards:
         # Of parameters that are in no bucket now: state, what of it is divided, and the kind of the parameter then.
         self._aside: dict[Tensor, tuple[State, Collection[str], Kind]] = {}
         self._settings: list[dict[str, Any]] = []  # of the groups, in the step or backward that runs
-        self._failure: Exception | None = None  # why this rank could not update a part
+        self._failure: BaseException | None = None  # why this rank could not update a part
         self._failures = 0  # how often it could not, since the start or the last load
         self.in_backward = InBackward(self._group, self, largest_norm) if in_backward else None
         self._sharding = (
@@ -158,7 +160,7 @@ class Shards:
         if self._failure is None:
             try:
                 shard.step(self._settings, touched)
-            except Exception as error:
+            except BaseException as error:  # an interrupt, too: it is raised once the peers have this rank's part
                 self._fail(error)
         self._gather(shard, late=late)
 
@@ -169,7 +171,7 @@ class Shards:
         except Exception as error:
             self._fail(error)
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: BaseException) -> None:
         """Note that this rank cannot update its part. It goes on to gather, since the peers wait for its part."""
         if self._failure is None:
             self._failure = error if self.in_backward is None else _without_frames(error)
@@ -189,6 +191,8 @@ class Shards:
                 self.finish()
         if failure is not None:
             self._failure = None
+            if not isinstance(failure, Exception):
+                raise failure
             raise DPFuseError(
                 f"rank {self._group.rank()}: the optimizer has failed to update this rank's part of the parameters, "
                 f"expected no error: {type(failure).__name__}: {str(failure).rstrip('.')}. The parameters may be half "
@@ -234,12 +238,15 @@ class Shards:
     def _number(self) -> int:
         """Return what all ranks must have in common."""
         facts = self._resets, self._groups.changed(), self._failures
-        return number_hash(facts) if any(facts) else 0
+        return number_hash(facts) & ~FAILED | FAILED * bool(self._failures) if any(facts) else 0
 
     def _words(self, number: int) -> str:
-        own = self._failure is not None and number == self._number()
-        why = f": {self._failure}" if own else f" ({number})"
-        return f"has reset other states of its ShardedOptimizer, changed its param_groups, or failed in a step{why}"
+        if not number:
+            return "has reset no state of its ShardedOptimizer, and failed in no step"
+        if number & FAILED:
+            why = f": {self._failure}" if self._failure is not None and number == self._number() else ""
+            return f"has failed to update its part of the parameters in a step of its ShardedOptimizer{why}"
+        return f"has reset other states of its ShardedOptimizer, or changed its param_groups ({number})"
 
     def _take_zeros(self) -> None:
         """Take gradients that a program has set to zeros: these need no averaging."""
@@ -427,7 +434,7 @@ def _is_like(value: Any, param: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == param.shape
 
 
-def _without_frames(error: Exception) -> Exception:
+def _without_frames(error: BaseException) -> BaseException:
     """Return an error without the frames of a backward, which would keep that alive as long as the error is kept."""
     each: BaseException | None = error
     while each is not None:

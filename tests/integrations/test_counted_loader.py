@@ -41,8 +41,10 @@ def taken(loader, number):
     return iterator, [next(iterator).tolist() for _ in range(number)]
 
 
+# The workers are forked, so this runs in a process of its own: that of all tests has threads of many others.
+@pytest.mark.ranks(1)
 @pytest.mark.parametrize("workers", [0, 2])
-def test_what_the_trainer_has_got_is_saved_and_another_loader_goes_on(workers):
+def test_what_the_trainer_has_got_is_saved_and_another_loader_goes_on(rank, size, workers):
     loader = made(num_workers=workers)
     iterator, batches = taken(loader, 2)
     assert batches == [[0, 2], [4, 6]]

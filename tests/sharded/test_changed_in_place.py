@@ -325,10 +325,10 @@ def test_parameters_that_share_memory_are_an_error_on_all(rank, size, ranks_that
             optimizer.step()
     else:
         optimizer.step()
-        with pytest.raises(dpfuse.DPFuseError, match=r"rank 1 has .* failed in a step"):
+        with pytest.raises(dpfuse.DPFuseError, match=r"rank 1 has failed to update its part"):
             backward(model, optimizer, rank, 2)
     if rank == 1 and len(ranks_that_change) == 1:
-        with pytest.raises(dpfuse.DPFuseError, match=r"rank 1 has .* failed in a step"):
+        with pytest.raises(dpfuse.DPFuseError, match=r"rank 1 has failed to update its part"):
             backward(model, optimizer, rank, 2)
     dist.barrier()
 
@@ -371,7 +371,7 @@ def test_an_error_of_one_rank_in_backward_is_one_on_all(rank, size):
     train(*both, rank, size, 0)
     if rank == 1:
         model.module.many[4].data = model.module.many[5].data
-    words = "many.4.*share memory" if rank == 1 else "rank 1 has .* failed in a step"
+    words = "many.4.*share memory" if rank == 1 else "rank 1 has failed to update its part"
     with pytest.raises(dpfuse.DPFuseError, match=words):
         backward(model, optimizer, rank, 1)
     for step in (2, 3, 4):

@@ -163,7 +163,7 @@ def test_a_program_leaves_no_stuck_worker_behind(end: str, tmp_path: Path) -> No
     if end == "is killed":  # a launcher then ends the group
         assert not all_gone(pids, within=0.2)
         os.killpg(process.pid, TERM)
-    assert all_gone(pids, within=2)
+    assert all_gone(pids, within=10)  # torch would wait for six workers, one after the other
     told = log.read_text()
     assert process.returncode == {"ends": 0, "fails": 1, "is killed": -signal.SIGKILL}[end], told
     assert ("Traceback" in told) == (end == "fails")

@@ -223,3 +223,30 @@ def test_copies_of_a_bucket_grow_with_the_logarithm_of_the_number_of_micro_batch
             with_buffer = len(memory.allocated) + 1
             assert with_buffer <= math.ceil(math.log2(count)) + 1
             assert {each.numel() for each in memory.allocated} == {NUMEL}
+
+
+def test_after_an_error_in_the_tree_the_next_call_raises_no_other_one(monkeypatch):
+    """A backward that fails there is completed later, and its own exception must reach the program."""
+
+    def fail(stack, node):
+        raise MemoryError
+
+    deal = MicroBatches(4, 1)
+    generator = torch.Generator().manual_seed(0)
+    leaves = {number: gradients(number, torch.float32, generator) for number in range(4)}
+    subtrees = Subtrees(deal, 0, NUMEL, SLOTS, torch.float32, Memory())
+    fill(subtrees, [0, 1], leaves, sparse=False)
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(Stack, "would_join", fail)
+        subtrees.open(2)
+    fill(subtrees, [2, 3], leaves, sparse=False)
+    assert same_bits(subtrees.nodes[0], sum_of(leaves, 0, 4, 4, torch.float32))
+    subtrees.clear()
+    subtrees.open(0)
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(Stack, "push", fail)
+        subtrees.close()
+    subtrees.close()
+    subtrees.clear()
+    fill(subtrees, range(4), leaves, sparse=False)
+    assert same_bits(subtrees.nodes[0], sum_of(leaves, 0, 4, 4, torch.float32))

@@ -418,31 +418,41 @@ def test_a_step_that_a_scaler_skips_is_none(rank, size, scaled):
 class HalfUpdated(torch.optim.SGD):
     """Raises in its own update when it is told to."""
 
-    fails = False
+    error: type[BaseException] | None = None
 
     def step(self, closure=None):
-        if HalfUpdated.fails:
-            raise ZeroDivisionError
+        if HalfUpdated.error is not None:
+            raise HalfUpdated.error
         return super().step(closure)
 
 
-def test_a_sharded_optimizer_tells_of_its_own_steps(rank, size):
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("error", [ZeroDivisionError, torch.OutOfMemoryError, KeyboardInterrupt])
+def test_a_sharded_optimizer_tells_of_its_own_steps(rank, size, error, in_backward):
+    """The peers wait in the step for the part of each rank, so it is sent before anything is raised."""
     model = wrapped()
-    optimizer = dpfuse.ShardedOptimizer(model, HalfUpdated, lr=0.1)
-    errors = []
+    model.module.unused.requires_grad_(False)  # in backward each parameter must be used
+    optimizer = dpfuse.ShardedOptimizer(model, HalfUpdated, lr=0.1, step_in_backward=in_backward)
+    raised = {}
     for number in range(8):
         optimizer.zero_grad()
-        HalfUpdated.fails = number == 3 and rank == 1
+        HalfUpdated.error = error if number == 3 and rank == 1 else None
         try:
             loss_of(model, rank, number).backward()
             optimizer.step()
-        except DPFuseError as error:
-            errors.append((number, str(error)))
-    own = [number for number, text in errors if "has failed to update this rank's part" in text]
-    assert own == [3] * (rank == 1)
-    # Until a checkpoint is loaded, and not beside another error of the same step.
-    assert [number for number, text in errors if "or failed in a step" in text] == [4, 5, 6, 7]
-    assert len(errors) == len(own) + 4
+        except (DPFuseError, KeyboardInterrupt) as caught:
+            raised[number] = caught
+    if rank == 1:
+        own = raised.pop(3)
+        # The weights are half updated, so no program may skip the batch.
+        assert isinstance(own, KeyboardInterrupt if error is KeyboardInterrupt else DPFuseError)
+        assert not isinstance(own, torch.OutOfMemoryError)
+    # Until a checkpoint is loaded.
+    assert list(raised) == [4, 5, 6, 7]
+    told = [str(each) for each in raised.values()]
+    assert all(
+        "rank 1 has failed to update its part of the parameters" in text for text in told[: 1 if in_backward else 4]
+    ), told
 
 
 # --- A loss that raises ---

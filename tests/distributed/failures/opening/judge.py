@@ -80,7 +80,7 @@ def judged(fault: Fault, told: Sequence[Told]) -> Judgement:
     attempts = [
         each.attempts[sign.startswith("x") and name == SILENT :] for each, sign in zip(told, signs, strict=True)
     ]
-    found = [*_wrong_steps(fault, attempts), *_wrong_classes(fault, name, attempts, failed)]
+    found = [*_wrong_steps(fault, name, attempts), *_wrong_classes(fault, name, attempts, failed)]
     if ENDINGS[name].end == DONE and len({each.weights for each in told}) > 1:
         found.append("the weights of the ranks differ at the end")
     return Judgement(BAD if found else name, found)
@@ -136,10 +136,12 @@ def _possible(fault: Fault, told: Sequence[Told], failed: Collection[int]) -> li
     found = [*recovers, ONE_EACH, ALL]
     lines = [line for rank in failed for line in told[rank].passed.lines]
     exchanging = any(line.exchanging or line.voting for line in lines)
-    # An optimizer that divides the weights waits in its step for the rank that has lost the mean.
-    if exchanging or PROGRAMS[fault.program].sharded:
+    # An optimizer that divides the weights waits in its step for the rank that has lost the mean. And its step that has
+    # failed is no OutOfMemoryError.
+    sharded = PROGRAMS[fault.program].sharded
+    if exchanging or sharded:
         found.append(GROUP_ENDED)
-    if fault.policy == SKIP_OOM and (fault.error != OUT_OF_MEMORY or exchanging):
+    if fault.policy == SKIP_OOM and (fault.error != OUT_OF_MEMORY or exchanging or sharded):
         found.append(PROGRAM_ENDED)
     return found
 
@@ -151,9 +153,10 @@ def _fits(name: str, told: Sequence[Told], signs: Sequence[str], failed: Collect
     return fit and all(each.end == ending.end for each in told) and (ending.end != DONE or len(lengths) == 1)
 
 
-def _wrong_steps(fault: Fault, attempts: Sequence[Sequence[Attempt]]) -> list[str]:
+def _wrong_steps(fault: Fault, name: str, attempts: Sequence[Sequence[Attempt]]) -> list[str]:
     """Find attempts in which ranks had other batches, weights or means."""
     found = []
+    sharded = PROGRAMS[fault.program].sharded
     for place, row in enumerate(zip(*attempts, strict=False)):
         good = [each for each in row if not each.error]
         if not good:
@@ -164,10 +167,12 @@ def _wrong_steps(fault: Fault, attempts: Sequence[Sequence[Attempt]]) -> list[st
             found.append(f"other batches {where}")
         if len({each.before for each in row}) > 1:
             found.append(f"other weights {where}")
-        if not PROGRAMS[fault.program].sharded and len({each.mean for each in good}) > 1:
+        if sharded and name != ONE_EACH and len(good) < len(row):
+            continue  # a rank has not updated its part, so the weights are half updated; all are told, or the job ends
+        if not sharded and len({each.mean for each in good}) > 1:
             found.append(f"other gradients {where}")
         expected = mean_of(fault.program, good[0].before, tuple((each.number, each.dummy) for each in row))
-        if any(differs(each.mean, expected, of_weights=PROGRAMS[fault.program].sharded) for each in good):
+        if any(differs(each.mean, expected, of_weights=sharded) for each in good):
             found.append(f"a wrong mean {where}")
     return found
 
@@ -185,7 +190,9 @@ def _wrong_classes(
             own = rank in failed and each.planted
             if own and each.error != fault.error and not each.named:
                 found.append(f"rank {rank} raised {each.error} in place of {fault.error}")
-            tells = memory and (own or ENDINGS[name].skips)
+            # A step of a ShardedOptimizer has left half updated weights: no program may skip its batch.
+            half_updated = own and each.named and name == ALL
+            tells = memory and ((own and not half_updated) or ENDINGS[name].skips)
             if each.out_of_memory != tells and not (memory and name in (GROUP_ENDED, PROGRAM_ENDED)):
                 found.append(
                     f"rank {rank} raised {each.error}, which is {'an' if each.out_of_memory else 'no'} OutOfMemoryError"

@@ -20,7 +20,7 @@ __all__ = ["STEPS", "Survey", "Verdict", "row"]
 
 STEPS = (1, 2, 4)  # the recorded backward, the first with new buckets, and a settled one
 INSIDE = 12  # of the lines inside an exchange one of so many is tried: each may end the group, which takes seconds
-PATIENCE = 15.0  # seconds for one trial, of which a right one takes a twentieth of a second
+PATIENCE = 40.0  # seconds for one trial: a right one takes a twentieth of a second, one with stalls some 20 s
 OTHERS = "line", "loss", "hook", "post", "step"  # what strikes on a second rank
 
 # Of ranks that died or hung: the rank, how its process ended, its error, and where it was.

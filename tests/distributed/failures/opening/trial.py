@@ -32,7 +32,7 @@ STUCK = "stuck"  # every attempt raises
 LATE = 3.0  # seconds after which a rank has ended that its peers still wait for
 HOPELESS = 3  # attempts with an error, one after the other, after which a rank is stuck
 # What an error says where one rank has not stepped as the others have. A ShardedOptimizer has words of its own.
-WEIGHTS_DIFFER = re.compile(r"has not used the mean|failed in a step")
+WEIGHTS_DIFFER = re.compile(r"has not used the mean|has failed to update its part")
 
 
 @dataclass(frozen=True)
