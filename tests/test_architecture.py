@@ -145,10 +145,8 @@ def test_the_docstring_of_a_folder_names_files_that_exist(path):
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
-    layers = {layer_of(module) for module in MODULES}
-    packages = {name for module in MODULES for name in foreign_packages(module)}
     missing = names_of_nothing(ast.get_docstring(tree) or "", path.parent)
-    assert [name for name in missing if name not in offered | layers | packages] == []
+    assert [name for name in missing if name not in offered | layers_and_packages()] == []
 
 
 def test_the_page_of_the_architecture_names_files_that_exist():
@@ -158,6 +156,12 @@ def test_the_page_of_the_architecture_names_files_that_exist():
     folders = [found.rstrip("/").rpartition("/")[2] for found in re.findall(r"`([\w/]+)/`", text)]
     assert named
     assert [name for name in named + folders if name not in known] == []
+
+
+@cache
+def layers_and_packages() -> set[str]:
+    packages = {name for module in MODULES for name in foreign_packages(module)}
+    return packages | {layer_of(module) for module in MODULES}
 
 
 @cache

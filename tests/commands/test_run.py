@@ -235,7 +235,10 @@ def test_a_look_for_torch_changes_nothing_and_what_stays_torchs_is_named_at_the_
     assert [trace.models[0]["wrapper"] for trace in read_folder(tmp_path / "trace").values()] == ["dpfuse", "dpfuse"]
 
 
-@pytest.mark.parametrize("ending", ["import a_module_that_is_not_there", "import sys; sys.exit(2)"])
+@pytest.mark.parametrize(
+    "ending",
+    ["import a_module_that_is_not_there", pytest.param("import sys; sys.exit(2)", marks=pytest.mark.slow)],
+)
 def test_a_rank_that_fails_before_it_wraps_is_not_told_that_nothing_was_replaced(ending, tmp_path):
     (tmp_path / "fails.py").write_text(f"import torch\n{ending}\n")
     done = python("-m", "dpfuse", "run", "--ranks", 2, "fails.py", folder=tmp_path)

@@ -19,14 +19,14 @@ def cases(few, many):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@cases(6, 144)
+@cases(3, 147)
 @pytest.mark.ranks(timeout=1800)
 def test_two_ranks(rank, size, seeds, kind):
     run(seeds, makes(kind, rank, size))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@cases(2, 38)
+@cases(1, 39)
 @pytest.mark.ranks(size=3, timeout=1800)
 def test_three_ranks(rank, size, seeds, kind):
     run(seeds, makes(kind, rank, size))

@@ -12,11 +12,8 @@ from tests.stopping.survey.trials import TRIALS
 
 PACKAGES = {"lightning": "lightning", "trainer": "transformers"}
 KINDS = [trial.kind for trial in TRIALS]
-QUICK = next(
-    place for place, trial in enumerate(TRIALS) if (trial.kind, trial.ranks, trial.target) == ("sharded", 2, "launcher")
-)
-# One is run by `make test`.
-MARKS = {QUICK: (), **dict.fromkeys((KINDS.index("sharded"), KINDS.index("plain")), (pytest.mark.slow,))}
+# One sharded and one plain training are run by `make test-all`.
+MARKS = dict.fromkeys((KINDS.index("sharded"), KINDS.index("plain")), (pytest.mark.slow,))
 NIGHTLY = (pytest.mark.slow, pytest.mark.nightly)
 
 

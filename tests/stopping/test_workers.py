@@ -176,13 +176,13 @@ def test_a_program_leaves_no_stuck_worker_behind(end: str, tmp_path: Path) -> No
     [
         ((), "fork", TERM, "group"),
         pytest.param((), "spawn", USR1, "group", marks=SLOW),
-        ((), "forkserver", TERM, "group"),
+        pytest.param((), "forkserver", TERM, "group", marks=SLOW),
         pytest.param((), "spawn", TERM, "group", marks=SLOW),
         pytest.param((), "forkserver", USR1, "group", marks=SLOW),
         ((*TORCHRUN, "--nproc_per_node=2"), "fork", TERM, "launcher"),
         pytest.param((*TORCHRUN, "--nproc_per_node=2"), "spawn", TERM, "launcher", marks=SLOW),
         pytest.param((*TORCHRUN, "--nproc_per_node=2"), "spawn", USR1, "ranks", marks=SLOW),
-        ((*TORCHRUN, "--nproc_per_node=2"), "fork", USR1, "launcher"),  # which ends of it
+        pytest.param((*TORCHRUN, "--nproc_per_node=2"), "fork", USR1, "launcher", marks=SLOW),  # which ends of it
         pytest.param(("dpfuse.launch", "--nproc_per_node=2"), "fork", TERM, "ranks", marks=SLOW),
         pytest.param(("dpfuse.launch", "--nproc_per_node=2"), "spawn", TERM, "launcher", marks=SLOW),
     ],

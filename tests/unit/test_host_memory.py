@@ -26,6 +26,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library has rules of its own")
 def test_the_memory_of_a_step_is_there_in_the_next_one() -> None:
     command = [sys.executable, "-c", PROGRAM]

@@ -146,6 +146,7 @@ def test_a_signal_that_comes_while_python_starts_is_kept_as_well(to, tmp_path):
         assert started.ended() == (0, "")
 
 
+@pytest.mark.slow
 def test_a_program_without_a_handler_is_not_ended_and_its_children_start_as_usual(tmp_path):
     with job(tmp_path, "never") as started:
         started.wait_for_ranks()
@@ -200,7 +201,8 @@ def test_time_runs_from_the_first_signal_and_others_do_not_add_to_it(tmp_path):
         assert 3 - 0.5 < time.monotonic() - began < 3 + patience(5)
 
 
-@pytest.mark.parametrize("to", ["group", pytest.param("all", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("to", ["group", "all"])
 def test_under_nohup_a_job_goes_on(to, tmp_path):
     with job(tmp_path, "early", ignored=[HUP]) as started:
         started.wait_for_ranks()

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import dpfuse
+from tests.one_in import one_in
 
 FACES = [dpfuse.DataParallel, dpfuse.DistributedDataParallel]
 OWN = "expected memory of its own on each rank: .* Make the model inside of the function that spawn"
@@ -49,7 +50,7 @@ def is_silent(face, model):
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @pytest.mark.usefixtures("warm_spawn")
-@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("face", one_in(2, FACES))
 def test_a_model_that_is_passed_to_spawned_ranks_is_refused(face):
     with pytest.raises(dpfuse.DPFuseError, match=f"the ranks 0, 1 share the memory of the parameter '0.weight', {OWN}"):
         dpfuse.spawn(train_given, args=(net(), face), nprocs=2, backend="gloo")
