@@ -28,9 +28,8 @@ if TYPE_CHECKING:
     from dpfuse.model.plan_file import load_plan
     from dpfuse.sharded import ShardedOptimizer
     from dpfuse.stopping.handlers import stop_on_signals
-    from dpfuse.stopping.knowledge import agree_to_stop, forget_stop
-    from dpfuse.stopping.reason import StopReason
-    from dpfuse.stopping.wish import request_stop
+    from dpfuse.stopping.request import agree_to_stop, forget_stop
+    from dpfuse.stopping.wish import StopReason, request_stop
     from dpfuse.tune import autotune
     from dpfuse.wrapper import time_communication
 
@@ -90,9 +89,8 @@ _HOMES = {
     "dpfuse.model.plan_file": ("load_plan",),
     "dpfuse.sharded": ("ShardedOptimizer",),
     "dpfuse.stopping.handlers": ("stop_on_signals",),
-    "dpfuse.stopping.knowledge": ("agree_to_stop", "forget_stop"),
-    "dpfuse.stopping.reason": ("StopReason",),
-    "dpfuse.stopping.wish": ("request_stop",),
+    "dpfuse.stopping.request": ("agree_to_stop", "forget_stop"),
+    "dpfuse.stopping.wish": ("StopReason", "request_stop"),
     "dpfuse.wrapper": ("time_communication",),
 }
 

@@ -52,8 +52,8 @@ from dpfuse.model.module_sync import FaceParts, ModuleSync
 from dpfuse.model.options import SyncOptions, of_earlier_version
 from dpfuse.model.transforms import may_have_backward
 from dpfuse.stopping.deadline import deadline
-from dpfuse.stopping.knowledge import own_reason, tell_program
-from dpfuse.stopping.reason import StopReason
+from dpfuse.stopping.request import own_reason, tell_program
+from dpfuse.stopping.wish import StopReason
 
 __all__ = [
     "SyncedModule",

@@ -15,7 +15,7 @@ from dpfuse import stop_on_signals
 from dpfuse.engine.torch_private import uncompiled
 from dpfuse.errors import DPFuseError
 from dpfuse.stopping.deadline import GRACE
-from dpfuse.stopping.knowledge import own_reason, tell_program
+from dpfuse.stopping.request import own_reason, tell_program
 from dpfuse.wrapper import wrapper_of
 
 __all__ = ["GRACE", "USUAL", "FitStopping", "Signals", "check", "install", "listed", "stop_requested"]

@@ -36,7 +36,7 @@ from dpfuse.manual.call_weights import DUE, CallWeights
 from dpfuse.manual.gradient_spec import spec_of_gradient
 from dpfuse.manual.plan import check_bucket_size, plan_in_order
 from dpfuse.model.agreement import prepare_group
-from dpfuse.stopping import knowledge
+from dpfuse.stopping import request
 from dpfuse.weights.left_alone import are_left_alone
 
 __all__ = ["fused_allreduce_gradients"]
@@ -109,8 +109,8 @@ def fused_allreduce_gradients(
     """
     process_group = resolve_group(group)
     options = _Options(scale, bucket_size, deterministic, wire_dtype)
-    if process_group is not None and process_group.size() == 1 and knowledge.asks(process_group):
-        knowledge.agree(process_group)
+    if process_group is not None and process_group.size() == 1 and request.asks(process_group):
+        request.agree(process_group)
     if process_group is None or process_group.size() == 1:
         process_group, kept = None, _kept_alone
     else:
@@ -130,7 +130,7 @@ def _average(parameter_list: Any, options: _Options, group: dist.ProcessGroup, k
     prepared, agreed = _agree(parameter_list, options, group, kept)
     try:
         if any(number & STOP for number in agreed.numbers):
-            knowledge.agree(group)
+            request.agree(group)
         # Ranks may have kept the buffers of different calls, for example where one of them has refused its arguments.
         if not agreed.ready:
             prepared.allocate(group)
@@ -172,7 +172,7 @@ def _agree(
     except Exception as error:  # the iterable is the user's, and the peers wait whatever it raised
         _vote(partial(votes.report_failure, error, group, WHAT), group)
         raise
-    number |= knowledge.asks(group) * STOP
+    number |= request.asks(group) * STOP
     ready = bool(prepared.buckets)
     vote = partial(votes.agree_on_text, prepared.text, group, WHAT, REMEDY, ready=ready, number=number)
     return prepared, _vote(vote, group)

@@ -50,9 +50,9 @@ from dpfuse.model.micro_loop import MicroLoop
 from dpfuse.model.open_window import OpenWindow
 from dpfuse.model.options import SyncOptions
 from dpfuse.model.signature import ModelSignature
-from dpfuse.stopping.mesh_groups import WishElsewhere, groups_around
-from dpfuse.stopping.reason import StopReason
+from dpfuse.stopping.mesh_groups import groups_around
 from dpfuse.stopping.request import StopRequest
+from dpfuse.stopping.wish import StopReason
 from dpfuse.weights.check import WeightsCheck
 from dpfuse.weights.left_alone import leave_alone
 
@@ -185,7 +185,6 @@ class ModuleSync:
             lambda: [*self.grads.reducer.accumulation.feeds.values()],
         )
         watchers += [self.stop, self.open_window]
-        watchers += [] if groups is None else [WishElsewhere(groups, self.stop)]
         self.phases: PhaseTimes | None = None
         self.weights: WeightsCheck | None = None
         self.loop: LoopCheck | None = None

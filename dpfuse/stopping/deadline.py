@@ -14,8 +14,7 @@ from datetime import datetime
 from time import monotonic, time
 
 from dpfuse.engine.user_line import warn_at_user
-from dpfuse.stopping.reason import DEADLINE, LAUNCHER
-from dpfuse.stopping.wish import wish
+from dpfuse.stopping.wish import DEADLINE, LAUNCHER, wish
 
 __all__ = ["GRACE", "Deadline", "DeadlineWatch", "deadline"]
 

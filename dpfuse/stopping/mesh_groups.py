@@ -9,17 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 import torch.distributed as dist
 
 from dpfuse.comm import votes
-from dpfuse.engine.feature import Engine, Feature
 from dpfuse.engine.torch_private import default_store, ranks_of_root
-from dpfuse.stopping.reason import StopReason
-from dpfuse.stopping.wish import wish
+from dpfuse.stopping.wish import StopReason, wish
 
-__all__ = ["MeshGroups", "WishElsewhere", "groups_around"]
+__all__ = ["MeshGroups", "groups_around"]
 
 DELAY = 1  # averaged backwards between the one in which a group hears, and the one after which all groups stop
 # Where the host reads a report one backward later, another group finds a wish up to three backwards later. It asks its
@@ -114,42 +111,3 @@ def groups_around(group: dist.ProcessGroup, meshes: Iterable[object], number: in
         if set(dist.get_process_group_ranks(group)) < set(ranks):
             return MeshGroups(ranks, group, number, late=late)
     return None
-
-
-class Asking(Protocol):
-    """What asks the ranks of one group to stop."""
-
-    @property
-    def is_open(self) -> bool:
-        """Whether this rank neither knows of a wish nor asks."""
-
-    def ask(self) -> None:
-        """Ask from the backward on that begins now."""
-
-
-class WishElsewhere(Feature):
-    """Looks in each averaged backward whether another group of the mesh has heard of a wish.
-
-    One rank of a group looks, so that a large mesh asks the store seldom. Inside `join()` it is one with inputs, since
-    others wait for no rank of the other groups.
-
-    Args:
-        groups: of the mesh.
-        request: of this group.
-    """
-
-    _engine: Engine
-
-    def __init__(self, groups: MeshGroups, request: Asking) -> None:
-        self._groups = groups
-        self._request = request
-
-    def join(self, engine: Engine) -> None:
-        """As `Feature.join`."""
-        self._engine = engine
-
-    def backward_begins(self, *, sync: bool, announced: bool) -> None:
-        """As `Watcher.backward_begins`: ask the ranks of this group, if another group has heard."""
-        looks = sync and self._engine.group.rank() == self._engine.source
-        if looks and self._request.is_open and self._groups.have_heard():
-            self._request.ask()

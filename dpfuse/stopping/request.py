@@ -1,17 +1,21 @@
-"""The question of one wrapper: does a rank wish that all stop? It travels in the report of each averaged backward."""
+"""What the ranks of a group know of a wish to stop: by the report of each averaged backward, or by a collective."""
 
 from __future__ import annotations
 
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch.distributed as dist
+
+from dpfuse.comm import votes
+from dpfuse.comm.collective import resolve_group
 from dpfuse.engine.feature import Engine, Feature
 from dpfuse.engine.report_layout import Question
 from dpfuse.errors import DPFuseError
-from dpfuse.stopping import knowledge
 from dpfuse.stopping.deadline import DeadlineWatch
 from dpfuse.stopping.mesh_groups import MeshGroups
-from dpfuse.stopping.reason import StopReason
-from dpfuse.stopping.wish import wish
+from dpfuse.stopping.wish import StopReason, cut, reason_of, wish
 
-__all__ = ["StopRequest"]
+__all__ = ["StopRequest", "agree", "agree_to_stop", "asks", "forget_stop", "own_reason", "tell_program"]
 
 
 class StopRequest(Feature):
@@ -43,20 +47,22 @@ class StopRequest(Feature):
             engine.layout.answered.append(self._steps)
             self._steps.due = True
         engine.layout.ask(self._question)
-        knowledge.tell(engine.group, self)
+        _requests.setdefault(engine.group, WeakSet()).add(self)
 
     def backward_begins(self, *, sync: bool, announced: bool) -> None:
-        """As `Watcher.backward_begins`: ask from this backward on, if this process wishes it."""
+        """As `Watcher.backward_begins`: ask from this backward on, if this process or another group wishes it."""
         if sync:
             self._deadline.look()
-        if wish.words and self._heard is None and self._coming is None:
+        if self._heard is not None or self._coming is not None or self._question.asks:
+            return
+        if wish.words or (sync and self._groups is not None and self._is_wished_in(self._groups)):
             self._question.asks = True
 
     def _answer(self) -> None:
         """A rank has asked, and every rank has heard of it in this backward."""
         self._question.asks = False
         # Also where this rank knows it, as on a GPU one backward later: another rank may have forgotten it meanwhile.
-        reason, more = knowledge.exchange(self._engine.group), 0
+        reason, more = _exchange(self._engine.group), 0
         if self._groups is not None:
             reason, more = self._groups.agree(reason, self._step)
         if self._heard is None and self._coming is None:
@@ -73,14 +79,13 @@ class StopRequest(Feature):
         self._more = more
         self._heard, self._coming = (None, reason) if more else (reason, None)
 
-    @property
-    def is_open(self) -> bool:
-        """Whether this rank neither knows of a wish nor asks."""
-        return self._heard is None and self._coming is None and not self._question.asks
+    def _is_wished_in(self, groups: MeshGroups) -> bool:
+        """Look whether one of these groups has heard of a wish.
 
-    def ask(self) -> None:
-        """Ask from the backward on that begins now, also if this process itself does not wish it."""
-        self._question.asks = True
+        One rank of each group looks, so that a large mesh asks the store seldom. Inside `join()` it is one with inputs,
+        since others wait for no rank of the other groups.
+        """
+        return self._engine.group.rank() == self._engine.source and groups.have_heard()
 
     def hear(self, reason: StopReason | None) -> None:
         """Know this from now on. To be called on all ranks between the same two backwards; None forgets all."""
@@ -100,3 +105,93 @@ class StopRequest(Feature):
                 "dpfuse.agree_to_stop() between two replays, on all ranks."
             )
         return self._heard
+
+
+_requests: WeakKeyDictionary[dist.ProcessGroup, WeakSet[StopRequest]] = WeakKeyDictionary()
+_agreed: WeakSet[dist.ProcessGroup] = WeakSet()  # groups whose ranks have agreed to stop outside of a backward
+_deadline = DeadlineWatch()  # of a loop that asks here
+
+
+def own_reason() -> StopReason | None:
+    """Return why this process stops where it has no group. To be asked in each step."""
+    _deadline.look()
+    return reason_of([wish.words])
+
+
+def tell_program(reason: StopReason | None) -> StopReason | None:
+    """Return a reason that the program reads. If the program then ends well, the launcher knows why."""
+    wish.told |= reason is not None
+    return reason
+
+
+def _exchange(group: dist.ProcessGroup) -> StopReason | None:
+    """Return why the ranks stop, if one of them wishes it. A collective of all ranks."""
+    if group.size() == 1:
+        return reason_of([wish.words])
+    return reason_of(votes.gather_texts(cut(wish.words, votes.SHORT_TEXT), group))
+
+
+def asks(group: dist.ProcessGroup) -> bool:
+    """Whether this process asks the ranks of a group, which have not agreed yet, where no backward tells them."""
+    _deadline.look()
+    return bool(wish.words) and group not in _agreed
+
+
+def agree(group: dist.ProcessGroup) -> StopReason | None:
+    """Return why the ranks stop, which all models of the group then know. A collective of all ranks."""
+    reason = _exchange(group)
+    if reason is not None:
+        _agreed.add(group)
+        for request in tuple(_requests.get(group, ())):
+            request.hear(reason)
+    return reason
+
+
+def agree_to_stop(group: dist.ProcessGroup | None = None) -> bool:
+    """Whether a rank has asked all ranks to stop, where no backward tells: one small collective, on all ranks.
+
+    Call it every some batches of a long evaluation, or between replays of a CUDA graph. From a yes on,
+    `model.stop_requested` is true of the models of this group.
+
+    Args:
+        group: the ranks; None means all. All of them call it, the same number of times.
+
+    Returns:
+        The same on all ranks. Without a process group, whether this process wishes it.
+
+    Raises:
+        DPFuseError: a rank has ended, or has left the group.
+
+    Example:
+        >>> import dpfuse
+        >>> dpfuse.agree_to_stop()
+        False
+        >>> dpfuse.request_stop()
+        >>> dpfuse.agree_to_stop()
+        True
+        >>> dpfuse.forget_stop()
+    """
+    ranks = resolve_group(group)
+    _deadline.look()
+    return tell_program(reason_of([wish.words]) if ranks is None else agree(ranks)) is not None
+
+
+def forget_stop() -> None:
+    """Forget that this process has asked to stop, and what its models have heard.
+
+    Call it on all ranks between the same two steps. A process that goes on after a stop needs it: a notebook, a sweep
+    over many trainings. Where the job is about to end, the next backward asks again.
+
+    Example:
+        >>> import dpfuse
+        >>> dpfuse.request_stop("a key was pressed")
+        >>> dpfuse.forget_stop()
+        >>> dpfuse.agree_to_stop()
+        False
+    """
+    wish.forget()
+    wish.forgotten += 1
+    _agreed.clear()
+    for requests in tuple(_requests.values()):
+        for request in tuple(requests):
+            request.hear(None)

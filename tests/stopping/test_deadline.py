@@ -14,10 +14,9 @@ from torch import nn
 
 import dpfuse
 from dpfuse.stopping import deadline as module
-from dpfuse.stopping import knowledge
+from dpfuse.stopping import request
 from dpfuse.stopping.deadline import Deadline, DeadlineWatch, deadline
-from dpfuse.stopping.reason import reason_of
-from dpfuse.stopping.wish import wish
+from dpfuse.stopping.wish import reason_of, wish
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:there is no process group"),
@@ -70,7 +69,7 @@ def pretended(now: float = 1000.0) -> Iterator[Clock]:
             mock.patch.object(module, "time", clock),
             mock.patch.object(module, "monotonic", clock),
             mock.patch.dict(deadline.__dict__, {"_graces": [], "_saving": None}),
-            mock.patch.object(knowledge, "_deadline", DeadlineWatch()),
+            mock.patch.object(request, "_deadline", DeadlineWatch()),
         ):
             yield clock
     finally:
