@@ -2,8 +2,8 @@
 
 `batch_sampler` is for data sets with a length, `iterable` for those without. Both deal the samples of an epoch to the
 ranks by their `place` in the job, and keep a `position`, which is the same number on all ranks. `micro_batch_sampler`
-deals the micro-batches of `fixed_micro_batches=`, whose samples a `seeded_dataset` makes the same on any rank. What all
-of them do with their position is in `resumable`, and the `order` of samples with numbers is that of torch.
+deals the micro-batches of `fixed_micro_batches=`, whose samples a `seeded_dataset` makes the same on any rank. The
+`order` of samples with numbers is that of torch.
 """
 
 from dpfuse.data.batch_sampler import ResumableBatchSampler

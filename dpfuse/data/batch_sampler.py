@@ -9,8 +9,7 @@ from torch.utils.data import Dataset, Sampler
 
 from dpfuse.data.order import Order, boolean
 from dpfuse.data.place import Place
-from dpfuse.data.position import Position, integer
-from dpfuse.data.resumable import Resumable
+from dpfuse.data.position import Resumable, integer
 
 __all__ = ["ResumableBatchSampler"]
 
@@ -72,13 +71,13 @@ class ResumableBatchSampler(Resumable, Sampler[list[int]]):
             seed,
             instead="pass a map-style data set, or wrap an iterable one in dpfuse.data.ResumableIterableDataset",
         )
+        super().__init__(self._order.facts)
         # No attribute batch_size: accelerate takes one as the promise that all batches have that size, and else repeats
         # samples.
         self._most = integer("batch_size", batch_size, 1)
         self._place = Place(num_replicas, rank)
         self.drop_last = boolean("drop_last", drop_last)
         self._samples = self._order.samples
-        self._position = Position(self._order.facts)
         self._for_all = False  # whether to yield the batches of all ranks, in turn
         self._iterated = False
 
@@ -126,18 +125,17 @@ class ResumableBatchSampler(Resumable, Sampler[list[int]]):
         return self._iterate(loader)
 
     def _iterate(self, loader: Iterable[Any]) -> Iterator[Any]:
-        position = self._position
-        position.start = position.seen
+        self._start = self._seen
         if callable(follow := getattr(loader, "set_epoch", None)):
-            follow(position.epoch)  # accelerate's loaders set the epoch when they begin: from 0 on in each process
-        sizes = self._sizes(position.start)
-        yield from position.track(loader, lambda: next(sizes))
+            follow(self._epoch)  # accelerate's loaders set the epoch when they begin: from 0 on in each process
+        sizes = self._sizes(self._start)
+        yield from self._counted(loader, lambda: next(sizes))
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield the batches from where the iteration began that is running, or the next one will."""
         self._iterated = True
-        begin, (replicas, own) = self._position.start, self._place.now()
-        order = self._order.of_epoch(self._position.epoch)
+        begin, (replicas, own) = self._start, self._place.now()
+        order = self._order.of_epoch(self._epoch)
         for size in self._sizes(begin):
             together = order[begin : begin + size]
             for rank in range(replicas) if self._for_all else (own,):
@@ -147,7 +145,7 @@ class ResumableBatchSampler(Resumable, Sampler[list[int]]):
 
     def __len__(self) -> int:
         """The number of batches of this rank, from where the iteration began that is running, or the next one will."""
-        return self._batches(self._position.start)
+        return self._batches(self._start)
 
     @property
     def batches_of_epoch(self) -> int:

@@ -11,8 +11,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from dpfuse.data.order import boolean
 from dpfuse.data.place import Place
-from dpfuse.data.position import Position, integer
-from dpfuse.data.resumable import Resumable
+from dpfuse.data.position import Resumable, integer
 
 __all__ = ["ResumableIterableDataset"]
 
@@ -71,11 +70,11 @@ class ResumableIterableDataset(Resumable, IterableDataset[Sample]):
             raise TypeError(
                 f"dataset must be iterable, again for each epoch, got {type(dataset).__name__}; pass an IterableDataset"
             )
+        super().__init__({})
         self.dataset = dataset
         self.batch_size = integer("batch_size", batch_size, 1)
         self._place = Place(num_replicas, rank)
         self.drop_last = boolean("drop_last", drop_last)
-        self._position = Position({})
         # For workers: those that persist have no other way to hear of a new epoch, and where it begins.
         self._epoch_and_start = torch.zeros(2, dtype=torch.int64, device="cpu").share_memory_()
         self._iterated = torch.zeros((), dtype=torch.bool, device="cpu").share_memory_()
@@ -112,12 +111,11 @@ class ResumableIterableDataset(Resumable, IterableDataset[Sample]):
         return self._iterate(loader)
 
     def _iterate(self, loader: Iterable[Any]) -> Iterator[Any]:
-        position = self._position
-        position.start = position.seen
+        self._start = self._seen
         self._was_moved()
         together = self.num_replicas * self.batch_size
         try:
-            yield from position.track(loader, lambda: together)
+            yield from self._counted(loader, lambda: together)
         finally:
             self._was_moved()
 
@@ -145,7 +143,7 @@ class ResumableIterableDataset(Resumable, IterableDataset[Sample]):
 
     def _was_moved(self) -> None:
         """Tell workers where the next iteration begins. Not while one is running, for a worker may still begin it."""
-        self._epoch_and_start.copy_(torch.tensor([self._position.epoch, self._position.start], device="cpu"))
+        self._epoch_and_start.copy_(torch.tensor([self._epoch, self._start], device="cpu"))
 
     def _check(self, loader: Any) -> None:
         """Raise ValueError unless counting the loader's batches gives the position."""

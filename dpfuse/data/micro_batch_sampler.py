@@ -10,8 +10,7 @@ from torch.utils.data import Dataset, Sampler
 
 from dpfuse.data.order import Order
 from dpfuse.data.place import Place
-from dpfuse.data.position import Position, integer
-from dpfuse.data.resumable import Resumable
+from dpfuse.data.position import Resumable, integer
 from dpfuse.data.seeded_dataset import EpochIndex
 from dpfuse.engine.micro_batches import MicroBatches
 
@@ -81,7 +80,7 @@ class MicroBatchSampler(Resumable, Sampler[list[int]]):
                 "micro-batches smaller"
             )
         facts = {**self._order.facts, "micro_batches": self._count, "batch_size": self._size}
-        self._position = Position(facts, loop="for batches in sampler.steps(loader)")
+        super().__init__(facts, loop="for batches in sampler.steps(loader)")
         self._iterated = False
 
     @property
@@ -121,8 +120,8 @@ class MicroBatchSampler(Resumable, Sampler[list[int]]):
             )
         if not getattr(loader, "in_order", True):
             raise ValueError("loader has in_order=False, expected True: the order of batches tells their numbers")
-        self._position.start = self._position.seen
-        steps: Iterator[list[Any]] = self._position.track(self._by_step(loader), lambda: self._size * self._count)
+        self._start = self._seen
+        steps: Iterator[list[Any]] = self._counted(self._by_step(loader), lambda: self._size * self._count)
         return steps
 
     def _by_step(self, loader: Iterable[Any]) -> Iterator[list[Any]]:
@@ -133,16 +132,16 @@ class MicroBatchSampler(Resumable, Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         """Yield the micro-batches from where the iteration began that is running, or the next one will."""
         self._iterated = True
-        epoch = self._position.epoch
+        epoch = self._epoch
         order = self._order.of_epoch(epoch)
-        for begin in range(self._position.start, self._samples - self._step + 1, self._step):
+        for begin in range(self._start, self._samples - self._step + 1, self._step):
             for number in self._numbers():
                 first = begin + number * self._size
                 yield [EpochIndex(index, epoch) for index in order[first : first + self._size]]
 
     def __len__(self) -> int:
         """The number of micro-batches of this rank, from where the iteration began that is running."""
-        return (self._samples - self._position.start) // self._step * len(self._numbers())
+        return (self._samples - self._start) // self._step * len(self._numbers())
 
     def _numbers(self) -> range:
         replicas, rank = self._place.now()
