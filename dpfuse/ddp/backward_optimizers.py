@@ -47,11 +47,7 @@ class BackwardOptimizers:
         self._fused_params = None if params is None else list(params)
 
     def step(self, params: Iterable[Tensor]) -> None:
-        """Update all parameters that have a gradient; those with optimizers of their own have none afterwards.
-
-        Args:
-            params: those of the model, which may have changed since the last time.
-        """
+        """Update those of the model's parameters that have a gradient; those with optimizers of their own lose it."""
         if self._fused is not None:
             for param in params if self._fused_params is None else self._fused_params:
                 if param.grad is not None:

@@ -43,10 +43,7 @@ class BufferFutures:
 class BufferHook:
     """A function `hook(state, named_buffers)`, and whether it is called before or after a forward.
 
-    Args:
-        state: what it is called with.
-        hook: the function; it may return a list of futures, for which the next backward waits at its end.
-        location: of torch's enumeration.
+    It may return a list of futures, for which the next backward waits at its end.
 
     Raises:
         AssertionError: `hook` is not callable.

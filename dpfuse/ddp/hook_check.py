@@ -20,11 +20,6 @@ __all__ = ["built_in_hook", "checked_hook"]
 def checked_hook(state: Any, hook: Callable[..., Any], rank: int) -> CommHook:
     """Return the user's function `hook(state, bucket)`, ready to be called by the engine.
 
-    Args:
-        state: what it is called with.
-        hook: the function, or another callable.
-        rank: of this process, for errors.
-
     Raises:
         TypeError, KeyError, ValueError: as torch's `register_comm_hook` does for the same hook.
     """

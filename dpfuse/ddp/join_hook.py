@@ -5,11 +5,11 @@ from __future__ import annotations
 import weakref
 from enum import IntFlag
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.algorithms.join import Join, JoinHook
 
 from dpfuse.comm import collective
 from dpfuse.comm.waiting import board_of, finish
@@ -28,19 +28,6 @@ class Turn(IntFlag):
     SYNC = 2  # whose backward is synchronised
     BUFFERS = 4  # and before which buffers are sent
     BUFFERS_AFTER = 8  # which are sent in that backward
-
-
-class _Joined(Protocol):
-    """What this file uses of the wrapper, which is a `Joinable`, too."""
-
-    require_forward_param_sync: bool
-    forward_sync_buffers: bool
-    _join_config: Any
-    _authoritative_rank: int | None
-
-    @property
-    def join_device(self) -> torch.device:
-        """Where `Join` communicates."""
 
 
 class UnevenInputs(Join):
@@ -70,14 +57,12 @@ class UnevenInputsHook(JoinHook):
     active, and take buffers, the order of the buckets and, in the end, the model from the highest of them.
 
     Args:
-        model: the wrapped module.
-        sync: its synchronisation.
         divide_by_initial_world_size: False divides by the number of active ranks.
     """
 
-    def __init__(self, model: _Joined, sync: ModuleSync, *, divide_by_initial_world_size: bool) -> None:
+    def __init__(self, model: Any, sync: ModuleSync, *, divide_by_initial_world_size: bool) -> None:
         # A join that an exception ended leaves its hook with `sync`, which is kept as long as the model.
-        self._model = cast("_Joined", weakref.proxy(model))
+        self._model: Any = weakref.proxy(model)
         self._sync, self._grads = sync, sync.grads
         self._divide_by_active = not divide_by_initial_world_size
         self._synchronises = False  # whether the last turn of this rank was one whose backward is synchronised
@@ -100,7 +85,7 @@ class UnevenInputsHook(JoinHook):
             return  # a forward of this turn has raised, and what runs in its place belongs to the same turn
         reducer = self._grads.reducer
         self.expect_no_backward()
-        work = Join.notify_join_context(cast("Joinable", self._model))
+        work = Join.notify_join_context(self._model)
         if work is not None:
             finish(work, board_of(self._grads.group), self._model.join_device.type)
         turns = self._exchange(

@@ -6,7 +6,6 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from dpfuse.ddp.distributed_data_parallel import TORCH_CLASS, DistributedDataParallel
@@ -57,9 +56,7 @@ class Patch:
             TORCH_CLASS.__init__ = _construct_ours  # type: ignore[method-assign]
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.undo()
 
     def undo(self) -> None:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -29,23 +28,12 @@ _classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 @dataclass
 class _State:
-    """What makes a module a replicated one.
-
-    Args:
-        wrapper: averages the gradients.
-        options: of the call that made it.
-        ignored: parameters that the call left out, by their ids.
-        running: whether a call of the module is inside the wrapper's forward.
-    """
+    """What makes a module a replicated one."""
 
     wrapper: DistributedDataParallel
-    options: dict[str, Any]
-    ignored: frozenset[int]
-    running: bool = False
-
-    def averages_as(self, group: dist.ProcessGroup, options: dict[str, Any]) -> bool:
-        """Say whether a call of `replicate` with these options, over these ranks, averages in the same way."""
-        return self.wrapper.process_group is group and self.options == options
+    options: dict[str, Any]  # of the call that made it
+    ignored: frozenset[int]  # parameters that the call left out, by their ids
+    running: bool = False  # whether a call of the module is inside the wrapper's forward
 
 
 class ReplicatedModule(nn.Module):
@@ -162,7 +150,9 @@ def replicate(
     if "broadcast_buffers" not in options:
         options.setdefault("forward_sync_buffers", False)
     parts = [part for part in module.modules() if isinstance(part, ReplicatedModule)]
-    joining = [part for part in parts if _state_of(part).averages_as(group, options)]
+    joining = [
+        part for part in parts if part.replicated_by.process_group is group and _state_of(part).options == options
+    ]
     left_out = ignored.union(*(_state_of(part).ignored for part in joining))
     left_out |= {tensor for tensor, part in _innermost(parts).items() if part not in joining}
     with _left_out(module, left_out), _given_up(joining):

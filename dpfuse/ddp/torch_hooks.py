@@ -149,16 +149,7 @@ class TorchHooks(TorchNames):
         hook: Callable[..., Any],
         comm_hook_location: _BufferCommHookLocation = _BufferCommHookLocation.POST_FORWARD,
     ) -> None:
-        """Call `hook(state, named_buffers)` in place of sending rank 0's buffers.
-
-        Args:
-            state: given to the hook.
-            hook: it may return futures; `backward()` waits for them before it returns.
-            comm_hook_location: before or after each forward that would send buffers.
-
-        Raises:
-            AssertionError: `hook` is not callable.
-        """
+        """Call `hook(state, named_buffers)` in place of sending rank 0's buffers, as `BufferHook` does it."""
         self._buffer_hook = BufferHook(state, hook, comm_hook_location)
         assert self._sync is not None
         self._sync.buffers.hook = self._weak_buffer_hook()

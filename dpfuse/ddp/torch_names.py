@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -19,11 +19,7 @@ __all__ = ["TorchNames", "TorchReducer"]
 
 
 class TorchReducer:
-    """What callers expect of `DistributedDataParallel.reducer`; anything else is asked of dpfuse's own.
-
-    Args:
-        sync: of the wrapper.
-    """
+    """What callers expect of `DistributedDataParallel.reducer`; anything else is asked of dpfuse's own."""
 
     def __init__(self, sync: ModuleSync) -> None:
         self._sync = sync
@@ -34,10 +30,6 @@ class TorchReducer:
     def prepare_for_forward(self) -> None:
         """Nothing: a forward is prepared where it runs."""
 
-    def prepare_for_backward(self, tensors: Iterable[Any] = ()) -> None:
-        """Make the next backward synchronise although its forward ran inside `no_sync()`."""
-        self._sync.grads.reducer.prepare_for_backward(tensors)
-
     def _rebuild_buckets(self) -> bool:
         """False: buckets are rebuilt when the first synchronised backward ends, never at another time."""
         return False
@@ -45,32 +37,9 @@ class TorchReducer:
     def _delay_all_reduce(self) -> None:
         """Nothing: the first synchronised backward sends everything at its end by itself."""
 
-    def _push_all_rebuilt_params(self) -> None:
-        """Nothing, as `_rebuild_buckets`."""
-
-    def _set_static_graph(self) -> None:
-        """Nothing: nothing has to be known beforehand."""
-
     def _ddp_graph_static(self) -> bool:
         """True: no graph is ever too dynamic."""
         return True
-
-    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        """Nothing is sampled; `dpfuse.time_communication` measures every step of its context."""
-        if sample_rate < 1:
-            raise ValueError(f"sample rate should be equal or greater than 1, got {sample_rate!r}")
-
-    def _check_reducer_finalized(self) -> None:
-        """Raises DPFuseError while a backward is open."""
-        phase = self._sync.grads.reducer.phase
-        if phase is not IDLE:
-            raise DPFuseError(
-                f"a backward is still open ({phase.name.lower()}), or an exception ended it; expected none. Call it "
-                "between steps."
-            )
-
-    def _remove_autograd_hooks(self) -> None:
-        self._sync.remove_hooks()
 
 
 class TorchNames(SyncedModule):
@@ -141,22 +110,8 @@ class TorchNames(SyncedModule):
         return {position: names[param] for position, param in enumerate(parameters)}
 
     @staticmethod
-    @overload
-    def _get_data_parallel_params(
-        module: nn.Module, named_params: Literal[True]
-    ) -> Iterator[tuple[str, nn.Parameter]]: ...
-
-    @staticmethod
-    @overload
-    def _get_data_parallel_params(
-        module: nn.Module, named_params: Literal[False] = False
-    ) -> Iterator[nn.Parameter]: ...
-
-    @staticmethod
-    def _get_data_parallel_params(
-        module: nn.Module, named_params: bool = False
-    ) -> Iterator[tuple[str, nn.Parameter]] | Iterator[nn.Parameter]:
-        """The parameters of `module` that a wrapper around it does not ignore."""
+    def _get_data_parallel_params(module: nn.Module, named_params: bool = False) -> Iterator[Any]:
+        """The parameters of `module` that a wrapper around it does not ignore, with their names if asked to."""
         named = ((n, p) for n, p in module.named_parameters() if not getattr(p, "_ddp_ignored", False))
         return named if named_params else (param for _, param in named)
 
@@ -207,14 +162,23 @@ class TorchNames(SyncedModule):
         return self.require_forward_param_sync and self.forward_sync_buffers and bool(self.modules_buffers)
 
     def _check_reducer_finalized(self) -> None:
-        self.reducer._check_reducer_finalized()
+        """Raises DPFuseError while a backward is open."""
+        phase = self.reducer.phase
+        if phase is not IDLE:
+            raise DPFuseError(
+                f"a backward is still open ({phase.name.lower()}), or an exception ended it; expected none. Call it "
+                "between steps."
+            )
 
     def _remove_autograd_hooks(self) -> None:
         """Take the hooks off the parameters: from now on nothing is reduced."""
-        self.reducer._remove_autograd_hooks()
+        if self._sync is not None:
+            self._sync.remove_hooks()
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        self.reducer._set_ddp_runtime_logging_sample_rate(sample_rate)
+        """Nothing is sampled; `dpfuse.time_communication` measures every step of its context."""
+        if sample_rate < 1:
+            raise ValueError(f"sample rate should be equal or greater than 1, got {sample_rate!r}")
 
     def _set_ddp_sink_clone(self, val: bool) -> None:
         """Nothing: no output is cloned in the first place."""

@@ -97,15 +97,12 @@ def _parameters_of(replicas: Any) -> list[dict[str, Tensor]]:
             raise TypeError(
                 f"replicas[{index}] is a {type(replica).__name__}; expected a module or an iterable of its parameters"
             )
-        params: dict[str, Tensor] = {}
-        seen: set[int] = set()
+        params: dict[int, tuple[str, Tensor]] = {}
         for name, param in named:
             if not isinstance(param, Tensor):
                 raise TypeError(f"replicas[{index}], {name}: got a {type(param).__name__}; expected a parameter")
-            if id(param) not in seen:
-                seen.add(id(param))
-                params[name] = param
-        found.append(params)
+            params.setdefault(id(param), (name, param))
+        found.append(dict(params.values()))
     return found
 
 
