@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -13,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dpfuse.engine.events import Watcher, hear_steps
-from dpfuse.engine.phase import IDLE, Phase
+from dpfuse.engine.phase import IDLE
 from dpfuse.engine.report import Compared
 from dpfuse.errors import WeightsWarning
 from dpfuse.weights.check import WeightsCheck
@@ -42,7 +44,8 @@ class CallWeights(Watcher):
         device = next(iter(tensors.values())).device
         self._pairs = torch.zeros((BITS, 2), device=device)
         self._compared = Compared(self._pairs, late=False)  # a vote is read in the call that makes it
-        self._calls = _Calls()
+        # What the comparison asks of an engine.
+        self._calls: Any = SimpleNamespace(completed=0, phase=IDLE, without_inputs=False)
         self._living: dict[int, Tensor] = {}  # the parameters by id, while something is done with them
         self._optimizers: WeakSet[Optimizer] = WeakSet()  # those that step some of them
         made_of = dict(tensors)
@@ -114,13 +117,3 @@ class CallWeights(Watcher):
 
 def _params_of(optimizer: Optimizer) -> Iterator[Tensor]:
     return (param for group in optimizer.param_groups for param in group["params"])
-
-
-class _Calls:
-    """What `WeightsCheck` wants of an engine."""
-
-    phase: Phase = IDLE
-    without_inputs = False
-
-    def __init__(self) -> None:
-        self.completed = 0

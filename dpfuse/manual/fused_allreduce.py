@@ -212,12 +212,6 @@ class _Options:
     wire_dtype: Any
 
     @property
-    def key(self) -> list[tuple[type, Any]]:
-        """Equal for the same options only: True is not 1 here."""
-        values = (self.scale, self.bucket_size, self.deterministic, self.wire_dtype)
-        return [(type(value), value) for value in values]
-
-    @property
     def wire(self) -> Wire:
         """How gradients travel; raises ValueError for a dtype or a pair that cannot be used."""
         return Wire.of(self.wire_dtype)
@@ -253,6 +247,7 @@ class _Prepared:
         options: of the call.
 
     Attributes:
+        key: as `_key_of`.
         text: what the ranks must have in common.
         params: those whose gradients are averaged; empty between calls.
         buckets: for these gradients, in the order of communication; empty before they were allocated.
@@ -267,29 +262,22 @@ class _Prepared:
         self.weights: CallWeights | None = None
         self._options = options
         self._specs = specs
-        self._ids = list(map(id, items))
+        self.key = _key_of(items, options)
         places = {id(item): place for place, item in enumerate(items)}
         self._chosen = [places[id(param)] for param in params]
         self._memory = _memory_of(params)
         self._devices = list(dict.fromkeys(param.device for param in params))
-        self._facts = _facts_of(items)
         lines = [
             f"{spec.name} shape={spec.shape} strides={dense_stride(param)} dtype={spec.dtype}"
             for spec, param in zip(specs, params, strict=True)
         ]
         self.text = "\n".join([*lines, f"{len(specs)} gradients, {options}"])
 
-    def takes(self, items: Sequence[Tensor], options: _Options) -> bool:
-        """Whether a call has these parameters, with gradients of the same kind, and these options; if so, take them."""
-        same = (
-            list(map(id, items)) == self._ids and options.key == self._options.key and _facts_of(items) == self._facts
-        )
-        if not same:
-            return False
+    def take(self, items: Sequence[Tensor]) -> None:
+        """Take what a call with the same key has passed."""
         self.params = [items[place] for place in self._chosen]
         if not self.is_alive:  # a program may replace the memory of all in each step
             self._memory = _memory_of(self.params)
-        return True
 
     @property
     def is_alive(self) -> bool:
@@ -384,11 +372,13 @@ def _memory_of(params: Iterable[Tensor]) -> list[ref[torch.UntypedStorage]]:
     return [ref(param.untyped_storage()) for param in params]
 
 
-def _facts_of(items: Sequence[Tensor]) -> list[Any]:
-    """What must be equal for gradients to use the same buffers, in a few passes over the list."""
+def _key_of(items: Sequence[Tensor], options: _Options) -> list[Any]:
+    """What must be equal for a call to use the buffers of another one, in a few passes over the list."""
     grads = [param.grad for param in items]
     present = [grad for grad in grads if grad is not None]
     return [
+        list(map(id, items)),
+        [(type(value), value) for value in vars(options).values()],  # True is not 1 here
         [grad is None for grad in grads],
         list(map(attrgetter("requires_grad"), items)),
         list(map(Tensor.size, items)),
@@ -425,8 +415,11 @@ def _prepare(parameter_list: Any, options: _Options, kept: list[_Prepared]) -> _
         )
     items = list(parameter_list)
     found = None
-    if all(issubclass(kind, Tensor) for kind in set(map(type, items))):
-        found = next((prepared for prepared in kept if prepared.takes(items, options)), None)
+    if kept and all(issubclass(kind, Tensor) for kind in set(map(type, items))):
+        key = _key_of(items, options)
+        found = next((prepared for prepared in kept if prepared.key == key), None)
+    if found is not None:
+        found.take(items)
     kept[:] = [prepared for prepared in kept if prepared.is_alive]
     if found is not None:
         refuse_accumulated(items, CALLED)
