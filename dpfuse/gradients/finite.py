@@ -51,7 +51,7 @@ class FiniteCheck(Feature):
     eager = False
 
     def step(self, order: int, bucket: Bucket, buffer: CommBuffer, report: Report | None) -> PackStep | None:
-        return _FiniteStep(self, buffer.names, is_first=order == 0, is_last=report is not None)
+        return _FiniteStep(self, buffer.names, is_last=report is not None)
 
     def join(self, engine: Engine) -> None:
         """As `Feature.join`."""
@@ -60,6 +60,12 @@ class FiniteCheck(Feature):
     def _step(self) -> int:
         """Return the number of the synchronised backward that is running."""
         return self._engine.completed + 1
+
+    def backward_begins(self, *, sync: bool, announced: bool) -> None:
+        """As `Watcher.backward_begins`: forget what a backward that was interrupted has counted."""
+        if sync:
+            step = self._step()
+            self._counts = [counts for counts in self._counts if counts.step != step]
 
     def delivered(self) -> None:
         """As `Watcher.delivered`: warn if something is not finite and that is to be a warning."""
@@ -71,11 +77,6 @@ class FiniteCheck(Feature):
             text = f"the check of the gradients for NaN and infinite values failed: {error!r}"
         if text:
             warn_at_user(f"rank {self._engine.group.rank()}: {text}")
-
-    def begin(self) -> None:
-        """Forget what a backward that was interrupted has counted. To be called when one begins to send."""
-        step = self._step()
-        self._counts = [counts for counts in self._counts if counts.step != step]
 
     def add(self, names: Sequence[str], values: Tensor) -> None:
         """Store the counts of some parameters, [names]. On a GPU the tensor may be overwritten after this call."""
@@ -106,27 +107,17 @@ class FiniteCheck(Feature):
 
 
 class _FiniteStep(PackStep):
-    """Counts for one bucket.
+    """Counts for one bucket. The last one has the report, which tells the peers."""
 
-    Args:
-        check: what gathers them.
-        names: of the parameters in the communication buffer.
-        is_first: whether the bucket is the first that a backward sends.
-        is_last: whether it is the one with the report, which tells the peers.
-    """
-
-    def __init__(self, check: FiniteCheck, names: Sequence[str], *, is_first: bool, is_last: bool) -> None:
+    def __init__(self, check: FiniteCheck, names: Sequence[str], *, is_last: bool) -> None:
         self._check = check
         self._names = names
-        self._is_first = is_first
         self._is_last = is_last
         self._table: Tensor | None = None
         self._outside: list[tuple[str, Tensor]] = []
 
     def before(self, arguments: PackArguments) -> None:
         self._outside = []
-        if self._is_first:
-            self._check.begin()
         slots = len(arguments.table.slots)
         if not self._names:
             return
