@@ -416,9 +416,7 @@ def _own_part(
 
     Args:
         parts: of the ranks that saved.
-        group: of this job.
         sampler: whose state is asked for, if any.
-        with_random: whether random states are asked for.
         same_states: whether all ranks have saved the same random states.
     """
     rank, size = (0, 1) if group is None else (group.rank(), group.size())

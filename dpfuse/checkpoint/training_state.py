@@ -67,12 +67,7 @@ def optimizer_class(optimizer: Stateful) -> str:
 
 
 def check_fit(content: Mapping[str, Any], model: nn.Module, asked: Mapping[str, Stateful]) -> None:
-    """Check that a checkpoint fits the model and the optimizer, before anything is loaded.
-
-    Args:
-        content: of the checkpoint.
-        model: without wrappers.
-        asked: the parts that are to be loaded, by name.
+    """Check that a checkpoint fits the bare model and the parts that are asked for, before anything is loaded.
 
     Raises:
         ValueError: it does not fit, or has no such part.

@@ -77,9 +77,7 @@ class ResumableBatchSampler(Resumable, Sampler[list[int]]):
         self._most = integer("batch_size", batch_size, 1)
         self._place = Place(num_replicas, rank)
         self.drop_last = boolean("drop_last", drop_last)
-        self._samples = self._order.samples
         self._for_all = False  # whether to yield the batches of all ranks, in turn
-        self._iterated = False
 
     @property
     def num_replicas(self) -> int:
@@ -166,7 +164,7 @@ class ResumableBatchSampler(Resumable, Sampler[list[int]]):
         """The number of samples that all ranks together get in each step, from a position in the epoch on."""
         replicas, _ = self._place.now()
         step = self._most * replicas
-        full, rest = divmod(max(self._samples - begin, 0), step)
+        full, rest = divmod(max(self._order.samples - begin, 0), step)
         if rest == 0 or self.drop_last:
             yield from (step for _ in range(full))
         elif rest < replicas and full and self._most > 1:

@@ -81,7 +81,6 @@ class MicroBatchSampler(Resumable, Sampler[list[int]]):
             )
         facts = {**self._order.facts, "micro_batches": self._count, "batch_size": self._size}
         super().__init__(facts, loop="for batches in sampler.steps(loader)")
-        self._iterated = False
 
     @property
     def _step(self) -> int:

@@ -16,9 +16,6 @@ class Order:
     """The order of the samples in each epoch.
 
     Args:
-        dataset: any object with a length; not an IterableDataset.
-        shuffle: whether each epoch has an order of its own.
-        seed: of the order.
         instead: what to do about a data set without a length; the end of an error's text.
 
     Attributes:

@@ -13,11 +13,7 @@ __all__ = ["Place"]
 
 
 class Place:
-    """This rank's number and the number of ranks: as given, or from the process group once there is one.
-
-    Args:
-        num_replicas: number of ranks; None is that of the job.
-        rank: this rank; None is that of the job.
+    """This rank's number and the number of ranks: as given, or where that is None from the process group.
 
     Raises:
         TypeError, ValueError: an argument is no such number.

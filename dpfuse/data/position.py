@@ -26,13 +26,12 @@ class Resumable:
 
     same_on_all_ranks = True
 
-    _iterated: Any  # whether batches were taken, by a loop that counts or by another one
-
     def __init__(self, facts: Mapping[str, int | bool], loop: str = "for batch in sampler.track(loader)") -> None:
         self._facts = dict(facts)
         self._loop = loop
         self._epoch = self._seen = 0
         self._start = 0  # where the iteration began that is running, or the next one will begin
+        self._iterated: Any = False  # whether batches were taken, by a loop that counts or by another one
         self._counts = False  # whether a loop has counted
         self._jumps = 0  # how often the position was set
 
@@ -108,7 +107,6 @@ class Resumable:
         """Yield batches, and count them; at the end of the data, go to the next epoch.
 
         Args:
-            batches: those of this rank, from `_start` on.
             size_of_step: called once for each batch: how many samples all ranks together get in its step.
 
         Raises:

@@ -18,12 +18,7 @@ __all__ = ["EpochIndex", "SeededDataset"]
 
 
 class EpochIndex(int):
-    """The index of a sample, which knows the epoch for which it is loaded.
-
-    Args:
-        index: of the sample.
-        epoch: the number of the epoch.
-    """
+    """The index of a sample, which knows the epoch for which it is loaded."""
 
     epoch: int
 

@@ -17,11 +17,7 @@ __all__ = ["DividedGradients"]
 
 
 class DividedGradients:
-    """What the gradients of some parameters are now, where parts of some of them are on other ranks.
-
-    Args:
-        named: the parameters, by name, in the same order on all ranks.
-    """
+    """The gradients of some parameters, in the same order on all ranks, where parts of some are on other ranks."""
 
     def __init__(self, named: Iterable[tuple[str, Any]]) -> None:
         self._parts: dict[str, Tensor] = {name: local_of(param) for name, param in named}

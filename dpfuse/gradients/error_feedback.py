@@ -37,11 +37,6 @@ class ErrorFeedback(Feature):
     is added to the next gradient before that is rounded. A wrapper with `error_feedback=True` has one as
     `model.error_feedback`; it is a `Stateful` of `torch.distributed.checkpoint`. A copy of a wrapper begins at zero.
 
-    Args:
-        rank: of this process in the group.
-        world_size: of the group.
-        wire: how gradients travel.
-
     Example:
         >>> import dpfuse, torch
         >>> import torch.distributed as dist
@@ -130,7 +125,8 @@ class ErrorFeedback(Feature):
             for spec in step.specs
         ]
         self._specs = {spec.name: spec for spec in specs}
-        kept = {name: value for name, value in self._values.items() if self._fits(name, value)}
+        shapes = {spec.name: spec.shape for spec in specs}
+        kept = {name: value for name, value in self._values.items() if shapes.get(name) == value.shape}
         gone, self._values = [name for name in self._values if name not in kept], kept
         if gone:
             self._warn(
@@ -173,9 +169,6 @@ class ErrorFeedback(Feature):
         for name in names:
             if name in self._values:
                 self._values[name].zero_()
-
-    def _fits(self, name: str, value: Tensor) -> bool:
-        return name in self._specs and self._specs[name].shape == value.shape
 
     def _warn(self, text: str) -> None:
         warn_at_user(f"rank {self._rank}: {text}.")

@@ -196,11 +196,6 @@ def norms_by_parameter(named: Iterable[tuple[str, Tensor]], order: float) -> dic
 def norms_by_bucket(norms: Mapping[str, Tensor], buckets: Iterable[Sequence[str]], order: float) -> dict[str, Tensor]:
     """Return the norm of each bucket, as "bucket 0" and so on. A gradient in no bucket keeps its own name.
 
-    Args:
-        norms: by parameter, as `norms_by_parameter` returns them.
-        buckets: the names of the parameters of each.
-        order: of the norms.
-
     Example:
         >>> norms_by_bucket({"a": torch.tensor(3.0), "b": torch.tensor(4.0), "c": torch.tensor(1.0)}, [["a", "b"]], 2.0)
         {'bucket 0': tensor(5.), 'c': tensor(1.)}
@@ -224,13 +219,7 @@ class Signature(Protocol):
 
 
 class GradientReader:
-    """Finds a wrapped module's gradients whenever they are asked for; what does not change it looks up once.
-
-    Args:
-        module: the wrapped module.
-        signature: tells whether it is still what it was.
-        rank: that errors name.
-    """
+    """Finds a wrapped module's gradients whenever they are asked for; what does not change it looks up once."""
 
     def __init__(self, module: nn.Module, signature: Signature, rank: int) -> None:
         self._module = module
@@ -242,9 +231,6 @@ class GradientReader:
 
     def read(self, reducer: Reducer) -> Gradients:
         """Return all gradients as they are now. If the module has changed since the last forward, no buffer is read.
-
-        Args:
-            reducer: has the buckets.
 
         Raises:
             DPFuseError: a backward is running, or was interrupted.

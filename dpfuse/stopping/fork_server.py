@@ -27,11 +27,7 @@ class ForkServer:
         self._has_warned = False
 
     def start(self, numbers: Collection[int]) -> None:
-        """Start the server if there is none. Where it dies of the signals, warn once.
-
-        Args:
-            numbers: of the signals. They are blocked, so the server begins with them blocked.
-        """
+        """Start the server if there is none; it begins with these signals blocked. Where it dies of them, warn once."""
         server: Any = forkserver._forkserver
         running: int | None = server._forkserver_pid
         outlives = self._imports(server) if running is None else running == self._pid

@@ -6,7 +6,7 @@ import math
 import os
 import signal
 import threading
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from dpfuse.errors import DPFuseError
@@ -14,7 +14,7 @@ from dpfuse.stopping.deadline import GRACE, deadline
 from dpfuse.stopping.wish import wish
 from dpfuse.stopping.workers import workers
 
-__all__ = ["StopSignals", "stop_on_signals"]
+__all__ = ["USUAL", "StopSignals", "stop_on_signals"]
 
 USUAL = ("SIGTERM", "SIGUSR1")
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # how another process ends one
@@ -78,12 +78,7 @@ def stop_on_signals(*signals: str | int, grace: float = GRACE) -> StopSignals:
 
 
 class StopSignals:
-    """The handlers that `stop_on_signals` has installed.
-
-    Args:
-        numbers: of their signals.
-        grace: seconds that the cluster leaves.
-    """
+    """The handlers that `stop_on_signals` has installed."""
 
     def __init__(self, numbers: list[int], grace: float) -> None:
         deadline.open(grace)
@@ -112,9 +107,7 @@ class StopSignals:
     def __enter__(self) -> StopSignals:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _note(self, number: int, frame: FrameType | None) -> None:

@@ -19,9 +19,6 @@ class WorkerEnd:
 
     Torch waits some seconds for each worker that does not end by itself. Here it waits as long for all of them
     together.
-
-    Args:
-        iterator: of the loader.
     """
 
     def __init__(self, iterator: Any) -> None:

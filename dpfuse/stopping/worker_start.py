@@ -40,11 +40,7 @@ class WorkerStart:
         WorkerStart.has_arrived = True
 
     def __call__(self, worker: int) -> None:
-        """Begin the work of this process.
-
-        Args:
-            worker: its number.
-        """
+        """Begin the work of this process, the worker of this number."""
         self._parent = os.getppid()
         for number in self._numbers:
             signal.signal(number, self._hear)
