@@ -15,12 +15,12 @@ from dpfuse import stop_on_signals
 from dpfuse.engine.torch_private import uncompiled
 from dpfuse.errors import DPFuseError
 from dpfuse.stopping.deadline import GRACE
+from dpfuse.stopping.handlers import USUAL
 from dpfuse.stopping.request import own_reason, tell_program
 from dpfuse.wrapper import wrapper_of
 
 __all__ = ["GRACE", "USUAL", "FitStopping", "Signals", "check", "install", "listed", "stop_requested"]
 
-USUAL = ("SIGTERM", "SIGUSR1")
 Signals = Sequence[str | int] | str | int
 
 
@@ -132,11 +132,13 @@ class FitStopping:
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Install the handlers again that were there before the fit."""
-        self._uninstall(trainer)
+        trainer._signal_connector.teardown()  # Lightning has installed its handlers after ours
+        vars(trainer._signal_connector).pop("_sigterm_notifier_fn", None)
+        self._handlers.close()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """As `teardown`, which Lightning leaves out then."""
-        self._uninstall(trainer)
+        self.teardown(trainer, pl_module, "fit")
 
     def _save(self, trainer: Any) -> None:
         fit, batches = trainer.fit_loop, trainer.fit_loop.epoch_loop.batch_progress
@@ -146,8 +148,3 @@ class FitStopping:
             fit.epoch_progress.increment_processed()
             fit.epoch_loop._batches_that_stepped += 1  # the step of loggers
         trainer.save_checkpoint(self.path)
-
-    def _uninstall(self, trainer: Any) -> None:
-        trainer._signal_connector.teardown()  # Lightning has installed its handlers after ours
-        vars(trainer._signal_connector).pop("_sigterm_notifier_fn", None)
-        self._handlers.close()
