@@ -57,7 +57,7 @@ class Checkpoint:
     """What `load_checkpoint` found."""
 
     step: int  # the number that was saved; 0 if there was nothing to load
-    path: Path | None  # of the file, as seen by rank 0; None if there was nothing to load
+    path: Path | None  # of the file, as this rank named its folder; None if there was nothing to load
     extra: Any = None  # the value that was saved as `extra`
 
 
