@@ -70,7 +70,6 @@ SHARDED_COLOURS = {
     "DeepSpeed stage 1": "pink",
     "dpfuse": "0.75",
     "dpfuse sharded": "tab:green",
-    "dpfuse sharded, gathered in forward": "yellowgreen",
     "dpfuse sharded, stepped in backward": "tab:olive",
     "dpfuse sharded, weights in use elsewhere": "tab:cyan",
 }

@@ -21,7 +21,6 @@ import dpfuse
 from bench.models import Workload
 
 __all__ = [
-    "FORWARD",
     "IN_BACKWARD",
     "KEPT",
     "REFERENCE",
@@ -41,7 +40,6 @@ __all__ = [
 
 REFERENCE = "DDP default"
 SHARDED = "dpfuse sharded"
-FORWARD = "dpfuse sharded, gathered in forward"
 IN_BACKWARD = "dpfuse sharded, stepped in backward"
 KEPT = "dpfuse sharded, weights in use elsewhere"
 ZERO = "DDP with ZeroRedundancyOptimizer"
@@ -185,7 +183,6 @@ def _sharded_contenders(update: Update, **options: Any) -> dict[str, Train]:
     sharded = partial(_sharded, update, **options)
     return {
         SHARDED: sharded,
-        FORWARD: partial(sharded, gather="forward"),
         IN_BACKWARD: partial(sharded, step_in_backward=True),
         KEPT: partial(_sharded_kept, update, **options),
     }

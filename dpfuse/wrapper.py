@@ -230,8 +230,6 @@ class SyncedModule(nn.Module):
         tracer = set_tracer(None)
         sync.window.began = NEVER  # what fails from here on is not the forward before
         try:
-            if tracer is not None:
-                sync.finish_parameters()
             takes_part = sync.before_forward((inputs, kwargs))
             set_tracer(tracer)
             outputs = call(*inputs, **kwargs)

@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.plain:
         optimizer: torch.optim.Optimizer = AdamW(groups(net), lr=2e-3)
     else:
-        optimizer = dpfuse.ShardedOptimizer(model, AdamW, groups(net), lr=2e-3, gather="forward")  # [1]
+        optimizer = dpfuse.ShardedOptimizer(model, AdamW, groups(net), lr=2e-3)  # [1]
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
 
     first = 0

@@ -64,6 +64,9 @@ class Watcher:
     def delivered(self) -> None:
         """All gradients of a synchronised backward are delivered."""
 
+    def backward_failed(self) -> None:
+        """A backward has raised, maybe of another model; or what the peers wait for since then is completed."""
+
     def before_step(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step; not only one of this model. An error raised here keeps it from stepping."""
 
@@ -92,6 +95,7 @@ class Events:
     backward_ended: tuple[Callable[[], None], ...]
     local_backward_ended: tuple[Callable[..., None], ...]
     delivered: tuple[Callable[[], None], ...]
+    backward_failed: tuple[Callable[[], None], ...]
 
     def __init__(self, watchers: Sequence[Watcher] = ()) -> None:
         self._watchers = list(watchers)

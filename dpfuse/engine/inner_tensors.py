@@ -75,8 +75,6 @@ def memory_of(tensor: Tensor) -> Tensor:
     """
     if type(tensor) in _PLAIN:
         return tensor
-    if "_pending" in vars(tensor):
-        tensor.detach()  # waits for values that are on their way (`dpfuse.sharded`)
     with torch.no_grad(), torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunctionSubclass():
         return Tensor.detach(tensor)
 

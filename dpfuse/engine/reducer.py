@@ -572,6 +572,8 @@ class Reducer:
         One that died above the outputs, in the loss, has told nothing. If it was to synchronise, the peers wait for it.
         Where it was to reach several models, it is unknown in which order they wait.
         """
+        for failed in self._wiring.events.backward_failed:
+            failed()
         window, order = self._wiring.window, self._wiring.order
         if self.phase is IDLE:
             if opened:
@@ -615,6 +617,8 @@ class Reducer:
         if completed:
             self.completed += 1
             wiring.lost.note(self.completed)
+        for failed in wiring.events.backward_failed:
+            failed()
         log.info(messages.drained(wiring.rank, completed=completed), extra={"rank": wiring.rank})
 
     def _complete_empty(self, sent: BucketSet) -> bool:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakMethod
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -28,7 +27,6 @@ from dpfuse.engine.plan import BucketPlan
 from dpfuse.engine.settings import SyncSettings
 from dpfuse.engine.sync import GradSync
 from dpfuse.engine.sync_decision import Window
-from dpfuse.engine.torch_private import inside_compiled
 from dpfuse.errors import DPFuseError
 from dpfuse.exclusions import refuse
 from dpfuse.gradients.divided_norm import DividedGradients
@@ -85,9 +83,6 @@ class Dividing(Feature):
     def gradients(self) -> Measurable:
         """Return the parts of all ranks as one."""
         raise NotImplementedError
-
-    def finish(self) -> None:
-        """Wait for parameters that are on their way."""
 
 
 class ModuleSync:
@@ -225,21 +220,6 @@ class ModuleSync:
             may_have_changed=face.module_changed,
             agreed=self._plan_residuals,
             window=self.window,
-        )
-
-    def finish_parameters(self) -> None:
-        """Wait for all parameters that still travel. Compiled code needs it, since it waits for none of them."""
-        if self._dividing is not None:
-            self._dividing.finish()
-
-    @property
-    def is_compiled(self) -> bool:
-        """Whether a part of the module was compiled, by torch.compile or TorchScript."""
-        return any(
-            module._compiled_call_impl is not None
-            or inside_compiled(module) is not None
-            or isinstance(module, torch.jit.ScriptModule)
-            for module in self._module.modules()
         )
 
     def before_forward(self, inputs: Inputs = ((), {})) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -41,6 +42,9 @@ class Updates(Protocol):
             buffer: of the bucket; it has the gradients of this rank's part.
             sent: whether this rank has sent gradients. Otherwise its part stays as it is.
         """
+
+    def finish(self) -> None:
+        """Wait for all parameters that have begun to travel."""
 
     def spoil(self, wrong: Tensor) -> None:
         """Make the parameters NaN on the device, if `wrong`, [] bool, is set there."""
@@ -134,8 +138,14 @@ class InBackward:
         self._unused += names
 
     def ended(self) -> None:
-        """Note that a backward has ended well on every rank."""
+        """Note that a backward has ended well on every rank, and wait for the parameters."""
         self._begun, self._owed = False, True
+        self._updates.finish()
+
+    def failed(self) -> None:
+        """Wait for the parameters after a backward that has failed: the program may load others into their memory."""
+        with suppress(Exception):  # the backward raises its own error; one of the group comes again
+            self._updates.finish()
 
     def begin_again(self) -> None:
         """Forget what has happened: a state was loaded."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from typing import Any, Literal
+from typing import Any
 from weakref import ref
 
 import torch
@@ -44,13 +44,11 @@ class ShardedOptimizer(Optimizer):
             costs. A class can have a function `update_cost(shape)`, in any unit; without it, the cost is Muon's.
         params: parameters or parameter groups, as torch's optimizers take them, with all that the model trains; None
             takes all of the model's. A group with the key "optimizer_class" is updated by that class.
-        gather: "step" has all parameters on all ranks when `step()` returns. "forward" returns earlier: parameters
-            travel in the order in which the forward needs them, and the first use of one waits for its bucket.
         master_dtype: torch.float32 keeps a float32 copy of each parameter in 16 bits. The optimizer updates this
             rank's part of it, with states in float32, and rounds it to the parameter. None keeps no copy.
         step_in_backward: update the parameters of a bucket as soon as its gradients have landed, while backward runs.
-            Then few buckets have memory for gradients. Each backward that synchronises is an update, and `step()` only
-            waits for the parameters; an error in such a backward leaves them half updated.
+            Then few buckets have memory for gradients. Each backward that synchronises is an update, and needs its
+            `step()`; an error in such a backward leaves the parameters half updated.
         clip_by_last_norm: with `step_in_backward`, multiply gradients by what `clip_grad_norm_` with this norm would
             have multiplied those of the step before with. The first step is not clipped.
         defaults: hyperparameters, by keyword, as `optimizer_class` takes them.
@@ -89,7 +87,6 @@ class ShardedOptimizer(Optimizer):
         optimizer_class: type[Optimizer],
         params: Iterable[Any] | None = None,
         *,
-        gather: Literal["step", "forward"] = "step",
         master_dtype: torch.dtype | None = None,
         step_in_backward: bool = False,
         clip_by_last_norm: float | None = None,
@@ -100,8 +97,6 @@ class ShardedOptimizer(Optimizer):
         self._shards: Shards | None = None
         facts = ""
         try:
-            if gather not in ("step", "forward"):
-                raise ValueError(f"gather must be 'step' or 'forward', got {gather!r}; leave it out for 'step'")
             _check_class(optimizer_class)
             if master_dtype not in (None, torch.float32):
                 raise ValueError(
@@ -128,7 +123,7 @@ class ShardedOptimizer(Optimizer):
                 refuse_missing(sync.grads, groups)
                 refuse_shared(zip(names_of(sync.grads.plan), sync.grads.params, strict=True))
                 groups.try_out(master_dtype)
-                options = f"gather={gather}\nmaster_dtype={master_dtype}\nstep_in_backward={step_in_backward}"
+                options = f"master_dtype={master_dtype}\nstep_in_backward={step_in_backward}"
                 facts = f"{_facts_of(groups, model)}\n{options}\nclip_by_last_norm={clip_by_last_norm}"
         except Exception as error:
             if sync is not None:
@@ -142,7 +137,6 @@ class ShardedOptimizer(Optimizer):
         self._shards = Shards(
             sync,
             groups,
-            late=gather == "forward",
             masters=self._masters,
             in_backward=step_in_backward,
             largest_norm=clip_by_last_norm,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dpfuse.comm.abilities import abilities_of
-from dpfuse.comm.waiting import BETWEEN, READ, Doing
+from dpfuse.comm.waiting import BETWEEN, READ, STEP, Doing
 from dpfuse.engine.bucket_set import names_of
 from dpfuse.engine.comm_buffer import CommBuffer, Format, Zeros
 from dpfuse.engine.exchanges.tree import TreeSum
@@ -37,19 +37,17 @@ class Sharding(Dividing):
 
     Args:
         sync: of the model.
-        finish: waits for parameters that are on their way.
         field: what the ranks compare of the optimizer.
 
     Attributes:
         used: the buckets' gradients of the last backward that synchronised; buckets may change when it ends.
     """
 
-    def __init__(self, sync: ModuleSync, finish: Callable[[], None], field: Field) -> None:
+    def __init__(self, sync: ModuleSync, field: Field) -> None:
         self.used: list[ShardedDelivery] = []
         self._before = self.used  # what `used` was before the backward that is running
         self._field = field
         self._grads, self._group = sync.grads, sync.grads.group
-        self._finish = finish
         self._fixed = sync.micro_loop is not None
         device = sync.grads.params[0].device
         scatters = abilities_of(self._group, device).scatters and not sync.options.common["deterministic"]
@@ -127,16 +125,12 @@ class Sharding(Dividing):
         finally:
             track.tell(BETWEEN, completed)
 
-    def finish(self) -> None:
-        self._finish()
-
 
 class ShardingInBackward(Sharding):
     """As `Sharding`, for gradients that are used up when a backward returns: few buckets have memory.
 
     Args:
         sync: of the model.
-        finish: waits for parameters that are on their way.
         field: what the ranks compare of the optimizer.
         in_backward: lands the buckets.
     """
@@ -144,8 +138,8 @@ class ShardingInBackward(Sharding):
     eager = False  # the memory of a bucket is that of others until it is sent
     in_backward = True
 
-    def __init__(self, sync: ModuleSync, finish: Callable[[], None], field: Field, in_backward: InBackward) -> None:
-        super().__init__(sync, finish, field)
+    def __init__(self, sync: ModuleSync, field: Field, in_backward: InBackward) -> None:
+        super().__init__(sync, field)
         self._in_backward = in_backward
         self._known = frozenset(map(id, sync.grads.params))
         self._ring = Ring(sync.grads.plan, self._group.size(), DEPTH)
@@ -179,7 +173,11 @@ class ShardingInBackward(Sharding):
 
     def delivered(self) -> None:
         super().delivered()
-        self._in_backward.ended()
+        with self.telling(STEP):
+            self._in_backward.ended()
+
+    def backward_failed(self) -> None:
+        self._in_backward.failed()
 
     def spoil(self, wrong: Callable[[], Tensor], deliveries: Sequence[Delivery]) -> None:
         self._in_backward.spoil(wrong())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,6 @@ from dpfuse.sharded.gradient import ShardedGradient
 from dpfuse.sharded.groups import ParamGroups, State
 from dpfuse.sharded.in_backward import InBackward
 from dpfuse.sharded.norm import sharded_gradient
-from dpfuse.sharded.pending import Pending
 from dpfuse.sharded.sharding import Sharding, ShardingInBackward
 from dpfuse.sharded.whole_shard import WholeShard
 
@@ -43,7 +42,6 @@ class Shards:
     Args:
         sync: of the model; its gradients come in parts from now on.
         groups: the parameter groups; each class was tried out.
-        late: whether `step` returns while parameters are gathered; the first use of one waits for its bucket.
         masters: whether 16-bit parameters have float32 copies.
         in_backward: whether parameters are updated while backward runs.
         largest_norm: then, of the gradients; as for `InBackward`.
@@ -57,18 +55,14 @@ class Shards:
         sync: ModuleSync,
         groups: ParamGroups,
         *,
-        late: bool = False,
         masters: bool = False,
         in_backward: bool = False,
         largest_norm: float | None = None,
     ) -> None:
         self._sync, self._grads, self._group = sync, sync.grads, sync.grads.group
         self._groups = groups
-        self._late = late
-        if late and sync.weights is not None:
-            sync.weights.turn_off('with gather="forward" parameters are on their way when a step ends')
         self._masters = masters
-        self._pending: list[Pending] = []
+        self._gathers: list[Callable[[], None]] = []  # each waits for parameters that have begun to travel
         self._shards: list[Shard] = []
         # Of parameters that are in no bucket now: state, what of it is divided, and the kind of the parameter then.
         self._aside: dict[Tensor, tuple[State, Collection[str], Kind]] = {}
@@ -77,9 +71,9 @@ class Shards:
         self._failures = 0  # how often it could not, since the start or the last load
         self.in_backward = InBackward(self._group, self, largest_norm) if in_backward else None
         self._sharding = (
-            Sharding(sync, self.finish, self._field())
+            Sharding(sync, self._field())
             if self.in_backward is None
-            else ShardingInBackward(sync, self.finish, self._field(), self.in_backward)
+            else ShardingInBackward(sync, self._field(), self.in_backward)
         )
         self._sharding.own(groups)
         self._resets = 0  # a number that tells which states were reset, in any order
@@ -88,18 +82,17 @@ class Shards:
 
     def step(self) -> None:
         """Update this rank's part of each bucket, and gather the parts of all ranks."""
-        self.finish()
         self._take_zeros()
         self._sync.gradients()  # raises if they cannot be used now
         self._find_gradients()
         self._settings = self._groups.settings()
         self._take(self._shards)
         for shard in reversed(self._shards):  # the first layers first
-            self._update(shard, [param.grad is not None for param in shard.flat_params.params], late=self._late)
+            self._update(shard, [param.grad is not None for param in shard.flat_params.params])
         self._end_step()
 
     def step_after_backward(self) -> None:
-        """As `step`, where backward has updated the parameters: wait for them unless they may come late."""
+        """As `step`, where backward has updated the parameters."""
         assert self.in_backward is not None
         self.in_backward.refuse_half_updated()
         refuse_running(self._grads.reducer, self._group.rank())
@@ -121,13 +114,12 @@ class Shards:
             grads = [param.grad for param in params.params if param.grad is not None]
             if grads and all(type(grad) is Tensor and not grad.any() for grad in grads):
                 params.delivery.parts[params.number].part.zero_()
-                self._update(shard, [param.grad is not None for param in params.params], late=False)
+                self._update(shard, [param.grad is not None for param in params.params])
                 for param in params.params:
                     param.grad = None
 
     def begin(self) -> None:
         """As that of `Updates`, for each backward that synchronises."""
-        self.finish()
         self._settings = self._groups.settings()
         now = self._sharding.deliveries()
         changed = {*map(id, now)} != {id(shard.flat_params.delivery) for shard in self._shards}
@@ -146,23 +138,24 @@ class Shards:
                 if sent:
                     self.in_backward.clip(params.delivery.parts[params.number].part)
                     # No rank knows yet which parameters the others have used. Each must be used, or frozen.
-                    self._update(shard, [param.requires_grad for param in params.params], late=True)
+                    self._update(shard, [param.requires_grad for param in params.params])
                 else:
-                    self._gather(shard, late=True)
+                    self._gathers.append(params.start_gather())
                 increment_version(params.params)  # a graph that still needs the old values must not get the new ones
 
     def spoil(self, wrong: Tensor) -> None:
         """As that of `Updates`."""
+        self.finish()
         for shard in self._shards:
             shard.flat_params.add(torch.where(wrong, math.nan, 0.0))
 
-    def _update(self, shard: Shard, touched: Sequence[bool], *, late: bool) -> None:
+    def _update(self, shard: Shard, touched: Sequence[bool]) -> None:
         if self._failure is None:
             try:
                 shard.step(self._settings, touched)
             except BaseException as error:  # an interrupt, too: it is raised once the peers have this rank's part
                 self._fail(error)
-        self._gather(shard, late=late)
+        self._gathers.append(shard.flat_params.start_gather())
 
     def _take(self, shards: Sequence[Shard]) -> None:
         """Move parameters that a program has changed in place, before any is updated."""
@@ -177,18 +170,12 @@ class Shards:
             self._failure = error if self.in_backward is None else _without_frames(error)
             self._failures += 1
 
-    def _gather(self, shard: Shard, *, late: bool) -> None:
-        params = shard.flat_params
-        self._pending.append(Pending(params.params if late else (), params.start_gather()))
-
     def _end_step(self) -> None:
         failure = self._failure
         now = self._sharding.deliveries()
         buckets_changed = {*map(id, now)} != {id(shard.flat_params.delivery) for shard in self._shards}
-        stay = any(shard.flat_params.apart for shard in self._shards)  # what uses their memory cannot wait
-        if failure is not None or buckets_changed or stay or not self._late or self._sync.is_compiled:
-            with self._sharding.telling(STEP):
-                self.finish()
+        with self._sharding.telling(STEP):
+            self.finish()
         if failure is not None:
             self._failure = None
             if not isinstance(failure, Exception):
@@ -215,7 +202,6 @@ class Shards:
 
         The ranks compare in the next backward which states were dropped.
         """
-        self.finish()
         ids = set(map(id, params))
         for number, param in enumerate(param for group in self._groups.groups for param in group["params"]):
             if id(param) in ids:
@@ -258,9 +244,9 @@ class Shards:
                     param.grad = sharded
 
     def finish(self) -> None:
-        """Wait for the parameters that are still gathered."""
-        while self._pending:
-            self._pending.pop(0).finish()
+        """As that of `Updates`."""
+        while self._gathers:
+            self._gathers.pop(0)()
 
     def full_gradient(self, param: Tensor) -> Tensor | None:
         """Return a copy of the averaged gradient of a parameter, if it has one; to be called on all ranks."""
@@ -331,7 +317,6 @@ class Shards:
 
     def _follow(self, deliveries: Sequence[ShardedDelivery]) -> None:
         """Make shards of these buckets, with the states that there are; to be called on all ranks."""
-        self.finish()
         refuse_missing(self._grads, self._groups)
         self._refuse_converted()
         try:

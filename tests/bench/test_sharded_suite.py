@@ -11,11 +11,11 @@ import torch
 import bench.bench_sharded as suite
 from bench.models import layers, small_cnn
 from bench.step_time import Effort
-from bench.training import FORWARD, IN_BACKWARD, KEPT, REFERENCE, SHARDED, ZERO, Trained, memory_of, prove_way
+from bench.training import IN_BACKWARD, KEPT, REFERENCE, SHARDED, ZERO, Trained, memory_of, prove_way
 
 ADAMW_CASE, MUON_CASE, COPIES_CASE = "CNN", "Muon", "transformer in bfloat16"
 CUDA_CASE, CUDA_COPIES_CASE = "cuda 2000 x 4 KB", "cuda BERT-large b8 in bfloat16"
-OURS = {SHARDED, FORWARD, IN_BACKWARD, KEPT}
+OURS = {SHARDED, IN_BACKWARD, KEPT}
 
 
 def small(name):

@@ -121,7 +121,7 @@ def over_default():
     return [", ".join(span(ratios([case], f"step, {DROP_IN} / DDP default")) for case in cases)]
 
 
-TRAINED = ("dpfuse sharded", "dpfuse sharded, gathered in forward", "dpfuse sharded, stepped in backward")
+TRAINED = ("dpfuse sharded", "dpfuse sharded, stepped in backward")
 # The cells of a row after its first cells.
 RECORDED = {
     ("10",): lambda: host(10),

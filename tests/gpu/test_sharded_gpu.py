@@ -22,12 +22,11 @@ def network():
     return nn.Sequential(nn.Linear(64, 600), nn.GELU(), nn.Linear(600, 500), nn.GELU(), nn.Linear(500, 10)).cuda()
 
 
-@pytest.mark.parametrize("gather", ["step", "forward"])
 @pytest.mark.parametrize("fused", [False, True])
-def test_one_rank_trains_as_with_the_plain_optimizer(nccl, gather, fused):
+def test_one_rank_trains_as_with_the_plain_optimizer(nccl, fused):
     net = network()
     model = dpfuse.DataParallel(copy.deepcopy(net), comm_buffer_size=0.5, last_comm_buffer_size=0.1)
-    sharded = dpfuse.ShardedOptimizer(model, optim.AdamW, lr=1e-3, fused=fused, gather=gather)
+    sharded = dpfuse.ShardedOptimizer(model, optim.AdamW, lr=1e-3, fused=fused)
     plain = optim.AdamW(net.parameters(), lr=1e-3, fused=fused)
     for step in range(10):
         x = torch.randn(32, 64, generator=torch.Generator("cuda").manual_seed(step), device="cuda")
@@ -83,12 +82,11 @@ def test_muon_has_whole_matrices(nccl):
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("gather", ["step", "forward"])
-def test_a_step_in_backward_is_that_of_a_step_after_it(nccl, gather):
+def test_a_step_in_backward_is_that_of_a_step_after_it(nccl):
     seen = []
     for options in ({}, {"step_in_backward": True}):
         model = dpfuse.DataParallel(network(), comm_buffer_size=0.2, last_comm_buffer_size=0.1)
-        optimizer = dpfuse.ShardedOptimizer(model, optim.AdamW, lr=1e-3, gather=gather, **options)
+        optimizer = dpfuse.ShardedOptimizer(model, optim.AdamW, lr=1e-3, **options)
         for step in range(10):
             x = torch.randn(32, 64, generator=torch.Generator("cuda").manual_seed(step), device="cuda")
             model(x).square().mean().backward()

@@ -75,9 +75,6 @@ MISTAKES: dict[str, Mistake] = {
         "leave it out",
         master_dtype=torch.bfloat16,
     ),
-    "an unknown way to gather": made(
-        "gather", "got 'later'", "must be 'step' or 'forward'", "leave it out", gather="later"
-    ),
     "a sharded optimizer of some parameters": Mistake(
         lambda _: ShardedOptimizer(model := DataParallel(net()), ADAMW, [model.module[0].weight]),
         ValueError,

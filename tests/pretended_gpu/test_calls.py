@@ -85,7 +85,6 @@ EXPECTED = {
     "buffers": Calls(collectives=2, events=8),
     "comm hook": Calls(collectives=2, launches=4, events=9),
     "sharded": SHARDED,
-    "sharded, gathered in forward": SHARDED,
     "sharded, stepped in backward": SHARDED,
     "sharded, masters": SHARDED,
 }

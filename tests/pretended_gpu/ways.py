@@ -255,7 +255,6 @@ def _ways() -> Iterator[tuple[str, Way]]:
     yield "torch's scaler", Way(wrapped(), step=scaling)
     for name, options in {
         "sharded": {},
-        "sharded, gathered in forward": {"gather": "forward"},
         "sharded, stepped in backward": {"step_in_backward": True},
     }.items():
         yield name, Way(wrapped(), make=sharded(**options))

@@ -300,8 +300,7 @@ class Program:
         kind, settings = self._shared.choice(OPTIMIZERS)
         ours: torch.optim.Optimizer
         if self.sharded:
-            gather = self._shared.choice(["step", "forward"])
-            ours = dpfuse.ShardedOptimizer(self.model, kind, gather=gather, **settings)
+            ours = dpfuse.ShardedOptimizer(self.model, kind, **settings)
         else:
             ours = kind(self.net.parameters(), **settings)
         self._optimizers = [ours, kind(self.plain.parameters(), **settings)]

@@ -56,7 +56,6 @@ def trained_beside(
     dtype: torch.dtype = torch.float32,
     peer: Any = DDP,
     micro: int = 1,
-    gather: str = "step",
     extra: dict[str, Any] | None = None,
     around: Callable[[int, nn.Module, torch.optim.Optimizer], None] = lambda step, model, optimizer: None,
     scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
@@ -76,7 +75,7 @@ def trained_beside(
     ours = face(copy.deepcopy(theirs.module), **sizes | (options or {}))
     plain = kind(theirs.parameters() if groups is None else groups(theirs.module), **settings)
     sharded = dpfuse.ShardedOptimizer(
-        ours, kind, None if groups is None else groups(ours.module), gather=gather, **(extra or {}), **settings
+        ours, kind, None if groups is None else groups(ours.module), **(extra or {}), **settings
     )
     schedulers = [] if scheduler is None else [scheduler(plain), scheduler(sharded)]
     differing = []

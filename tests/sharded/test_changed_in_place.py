@@ -14,7 +14,6 @@ from tests.one_in import one_in
 
 SEEN = "last.weight"  # the module looks at the address of each of its few parameters
 UNSEEN = "many.5"  # in a module with many parameters, only at that of the first one
-GATHER = ["step", "forward"]
 EACH = [(0, 1), (1,)]
 KINDS = {
     "AdamW": (torch.optim.AdamW, {"lr": 0.05}, {}),
@@ -42,12 +41,12 @@ class Net(nn.Module):
         return found
 
 
-def make(kind="AdamW", gather="step"):
+def make(kind="AdamW"):
     optimizer, settings, options = KINDS[kind]
     net = Net()
     plain = copy.deepcopy(net)
     model = dpfuse.DataParallel(net, comm_buffer_size=0.0001, last_comm_buffer_size=0.0001)
-    sharded = dpfuse.ShardedOptimizer(model, optimizer, gather=gather, **settings, **options)
+    sharded = dpfuse.ShardedOptimizer(model, optimizer, **settings, **options)
     return model, sharded, plain, optimizer(plain.parameters(), **settings)
 
 
@@ -139,13 +138,10 @@ MOVING = [transpose, transpose_in_place, exchange_in_a_module, exchange_among_bu
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", one_in(4, KINDS))
-@pytest.mark.parametrize("gather", GATHER)
 @pytest.mark.parametrize("name", one_in(2, [UNSEEN, SEEN]))
 @pytest.mark.parametrize("change", KEEPING + MOVING, ids=lambda one: one.__name__)
-def test_other_memory_on_all_ranks_trains_as_the_plain_optimizer(rank, size, change, name, gather, kind):
-    if kind == "in backward" and gather == "forward":
-        gather = "step"
-    both = make(kind, gather)
+def test_other_memory_on_all_ranks_trains_as_the_plain_optimizer(rank, size, change, name, kind):
+    both = make(kind)
     for step in range(7):
         if step == 2:
             change(both[0].module, name)
@@ -157,10 +153,9 @@ def test_other_memory_on_all_ranks_trains_as_the_plain_optimizer(rank, size, cha
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", one_in(2, KINDS))
-@pytest.mark.parametrize("gather", GATHER)
 @pytest.mark.parametrize("change", KEEPING, ids=lambda one: one.__name__)
-def test_other_memory_on_one_rank_with_the_same_values_trains_as_the_plain_optimizer(rank, size, change, gather, kind):
-    both = make(kind, gather)
+def test_other_memory_on_one_rank_with_the_same_values_trains_as_the_plain_optimizer(rank, size, change, kind):
+    both = make(kind)
     for step in range(6):
         if step in (2, 4) and rank == 1:
             change(both[0].module, UNSEEN)
@@ -216,13 +211,12 @@ def errors_of(work):
 
 
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize("gather", one_in(2, GATHER))
 @pytest.mark.parametrize("name", [SEEN, UNSEEN])
 @pytest.mark.parametrize("ranks_that_change", EACH, ids=str)
 @pytest.mark.parametrize("change", CONVERTING, ids=lambda one: one.__name__)
-def test_another_kind_before_the_forward_is_an_error_on_all(rank, size, change, ranks_that_change, name, gather):
+def test_another_kind_before_the_forward_is_an_error_on_all(rank, size, change, ranks_that_change, name):
     """The plain optimizer fails, too: its state is of the old kind."""
-    model, optimizer, *_ = both = make(gather=gather)
+    model, optimizer, *_ = both = make()
     for step in range(3):
         train(*both, rank, size, step)
     optimizer.zero_grad()
@@ -236,14 +230,13 @@ def test_another_kind_before_the_forward_is_an_error_on_all(rank, size, change, 
 
 
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize("gather", one_in(2, GATHER))
 @pytest.mark.parametrize("ranks_that_change", EACH, ids=str)
 @pytest.mark.parametrize(
     "change", [one for one in CONVERTING if one is not convert_the_model], ids=lambda o: o.__name__
 )
-def test_another_kind_between_backward_and_step_is_an_error_on_all(rank, size, change, ranks_that_change, gather):
+def test_another_kind_between_backward_and_step_is_an_error_on_all(rank, size, change, ranks_that_change):
     """Not even the dtype that is put back without a word. On the other ranks, the next backward is the error."""
-    model, optimizer, *_ = both = make(gather=gather)
+    model, optimizer, *_ = both = make()
     for step in range(3):
         train(*both, rank, size, step)
     backward(model, optimizer, rank, 3)
@@ -259,11 +252,10 @@ def test_another_kind_between_backward_and_step_is_an_error_on_all(rank, size, c
 
 
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize("gather", GATHER)
 @pytest.mark.parametrize("kind", one_in(3, ["AdamW", "SGD", "Adafactor"]))
 @pytest.mark.parametrize("change", [convert, convert_by_swap, convert_the_model, cut], ids=lambda one: one.__name__)
-def test_another_kind_trains_as_the_plain_optimizer_where_the_states_are_dropped(rank, size, change, kind, gather):
-    model, optimizer, plain, plain_optimizer = both = make(kind, gather)
+def test_another_kind_trains_as_the_plain_optimizer_where_the_states_are_dropped(rank, size, change, kind):
+    model, optimizer, plain, plain_optimizer = both = make(kind)
     for step in range(6):
         if step == 3:
             optimizer.zero_grad()
@@ -402,16 +394,15 @@ def grad_turned(net):
 
 
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize("gather", GATHER)
 @pytest.mark.parametrize("ranks_that_change", EACH, ids=str)
 @pytest.mark.parametrize(
     "change",
     [grad_data, grad_data_of_another, grad_set, grad_resized, grad_turned],
     ids=lambda one: one.__name__,
 )
-def test_a_gradient_that_stands_for_parts_is_not_changed_in_place(rank, size, change, ranks_that_change, gather):
+def test_a_gradient_that_stands_for_parts_is_not_changed_in_place(rank, size, change, ranks_that_change):
     """The change is an error, and what follows is the step without it."""
-    both = make(gather=gather)
+    both = make()
 
     def between(net):
         if net is both[0].module and rank in ranks_that_change:

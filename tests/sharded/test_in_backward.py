@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import time
+from functools import partialmethod
 from inspect import getgeneratorlocals
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dpfuse
 from dpfuse.errors import DPFuseError
+from dpfuse.sharded.flat_params import FlatParams
 from dpfuse.sharded.gradient import ShardedGradient
 from dpfuse.sharded.in_backward import DEPTH
 from tests.sharded.against_ddp import batch, bits_differ, network, trained_beside
@@ -19,6 +23,7 @@ from tests.sharded.test_elementwise import HOWS, KINDS, differing, with_marks
 from tests.sharded.test_whole_tensors import ADAMW, halves
 
 EXTRA = {"step_in_backward": True}
+LATE = 0.2  # seconds by which rank 1 begins to send its updated part of a bucket later
 
 
 @pytest.mark.slow
@@ -27,7 +32,7 @@ def test_two_ranks_have_the_bits_of_ddp(ranks, name):
     assert ranks(differing, *KINDS[name], 100, {"extra": EXTRA}) == [[], []]
 
 
-PROGRAMS = ["accumulation", "groups and a scheduler", "float64", "bfloat16", "gathered in forward"]
+PROGRAMS = ["accumulation", "groups and a scheduler", "float64", "bfloat16"]
 
 
 @pytest.mark.parametrize("how", with_marks(PROGRAMS, ["groups and a scheduler"]))
@@ -413,3 +418,58 @@ def loaded_after_an_error(rank, size):
 def test_a_checkpoint_mends_half_updated_parameters(ranks):
     one, other = ranks(loaded_after_an_error)
     assert not bits_differ(one, other)
+
+
+def start_late(params, start=FlatParams.start_gather, *, rank):
+    time.sleep(LATE * rank)
+    return start(params)
+
+
+def settled(rank):
+    """A model and its optimizer after two steps, and a patch by which rank 1 sends its parts late."""
+    net = nn.Sequential(*(nn.Linear(40, 40) for _ in range(8)))
+    optimizer = ready(model := wrapped(net, plan="greedy"))
+    for _ in range(2):
+        model(X).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer, mock.patch.object(FlatParams, "start_gather", partialmethod(start_late, rank=rank))
+
+
+def loaded_at_once(rank, size, forward):
+    """Whether weights that are loaded after a failed backward change, since parts of updated ones come late."""
+    model, optimizer, late = settled(rank)
+    net = model.module
+    saved = copy.deepcopy(net.state_dict())
+    handle = net[0].weight.register_hook(lambda _: 1 / 0)
+    with late:
+        with pytest.raises(ZeroDivisionError):
+            model(X).sum().backward()
+        assert bits_differ([*net.state_dict().values()], [*saved.values()])
+        if forward:
+            model(X)  # completes on each rank what its peer waits for
+        assert not optimizer._shards._gathers
+        net.load_state_dict(saved)
+        time.sleep(2 * LATE)
+    handle.remove()
+    return bits_differ([*net.state_dict().values()], [*saved.values()])
+
+
+@pytest.mark.parametrize("forward", [False, True], ids=["at once", "after a forward"])
+def test_no_part_comes_after_a_failed_backward_has_raised(ranks, forward):
+    assert ranks(loaded_at_once, forward) == [False, False]
+
+
+def read_between(rank, size):
+    """Whether the weights between a backward and its step are others than those after it."""
+    model, optimizer, late = settled(rank)
+    with late:
+        model(X).sum().backward()
+    before = [param.detach().clone() for param in model.parameters()]
+    time.sleep(2 * LATE)
+    optimizer.step()
+    return bits_differ(before, [*model.parameters()])
+
+
+def test_all_parts_have_come_when_backward_returns(ranks):
+    assert ranks(read_between) == [False, False]

@@ -26,7 +26,6 @@ KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "AdamW": (torch.optim.AdamW, {}),
     "SGD": (torch.optim.SGD, {}),
     "whole tensors": (NeedsWhole, {}),
-    "late": (torch.optim.AdamW, {"gather": "forward"}),
     "in backward": (torch.optim.AdamW, {"step_in_backward": True}),
     "masters": (torch.optim.AdamW, {"master_dtype": torch.float32}),
 }

@@ -256,10 +256,9 @@ def test_all_ranks_together_hold_the_states_of_one_plain_optimizer(ranks, name, 
 
 
 OPTIONS = [
-    pytest.param({"gather": "forward"}, marks=pytest.mark.slow),
     {"step_in_backward": True},
     pytest.param({"master_dtype": torch.float32}, marks=pytest.mark.slow),
-    {"master_dtype": torch.float32, "step_in_backward": True, "gather": "forward"},
+    {"master_dtype": torch.float32, "step_in_backward": True},
 ]
 
 
@@ -304,10 +303,10 @@ def test_so_they_do_with_muon_for_the_matrices(ranks, rest, size):
 
 
 IN_BACKWARD = pytest.param({"extra": {"step_in_backward": True}}, marks=pytest.mark.slow)
-LATE = pytest.param({"gather": "forward", "micro": 2}, marks=pytest.mark.slow)
+ACCUMULATING = pytest.param({"micro": 2}, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("how", [{}, IN_BACKWARD, LATE], ids=str)
+@pytest.mark.parametrize("how", [{}, IN_BACKWARD, ACCUMULATING], ids=str)
 @pytest.mark.parametrize("kind", one_in(2, OWN), ids=lambda kind: kind.__name__)
 def test_states_of_any_place_give_the_bits_of_ddp(ranks, kind, how):
     """On several buckets, which would be planned anew after the first step."""

@@ -232,14 +232,14 @@ PROGRAMS = [
 QUICK = (Accumulating, Adversarial, Growing, Recomputing, Averaging, Skipping, ScaledByOurs)
 
 
-def losses(program: Program, optimizer: str, gather: str, rank: int, options: dict[str, Any]) -> Iterator[Tensor]:
+def losses(program: Program, optimizer: str, rank: int, options: dict[str, Any]) -> Iterator[Tensor]:
     """Train, and yield each loss; at the end all weights, and the states and rates that the optimizer has."""
     model = dpfuse.DataParallel(program, **OPTIONS, **options, **program.options)
     kind = optim.Adam if isinstance(program, Mixed) else optim.AdamW
     if optimizer == "plain":
         chosen: optim.Optimizer = kind(program.groups(), **program.settings)
     else:
-        chosen = dpfuse.ShardedOptimizer(model, kind, program.groups(), gather=gather, **program.settings)
+        chosen = dpfuse.ShardedOptimizer(model, kind, program.groups(), **program.settings)
     forward = program.called(model)
     for step in range(STEPS):
         program.before(step, model, chosen)
@@ -260,25 +260,24 @@ def losses(program: Program, optimizer: str, gather: str, rank: int, options: di
     yield from (torch.as_tensor(group["lr"]) for group in state["param_groups"])
 
 
-def differs(rank: int, size: int, kind: type[Program], gather: str) -> bool:
+def differs(rank: int, size: int, kind: type[Program]) -> bool:
     """The oracle forms its sums in the order of the ranks, too."""
-    expected = losses(kind(), "plain", gather, rank, {"deterministic": True})
-    found = losses(kind(), "sharded", gather, rank, {})
+    expected = losses(kind(), "plain", rank, {"deterministic": True})
+    found = losses(kind(), "sharded", rank, {})
     return bits_differ(list(found), list(expected))
 
 
-@pytest.mark.parametrize("gather", [pytest.param("step", marks=pytest.mark.slow), "forward"])
 @pytest.mark.parametrize(
     "kind",
     [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.slow) for kind in PROGRAMS],
     ids=lambda kind: kind.__name__,
 )
-def test_a_program_has_the_bits_of_the_plain_optimizer(ranks, kind, gather):
-    assert ranks(differs, kind, gather) == [False, False]
+def test_a_program_has_the_bits_of_the_plain_optimizer(ranks, kind):
+    assert ranks(differs, kind) == [False, False]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [3, 4])
 @pytest.mark.parametrize("kind", PROGRAMS, ids=lambda kind: kind.__name__)
 def test_more_ranks_have_them_too(ranks, kind, size):
-    assert ranks(differs, kind, "forward", size=size) == [False] * size
+    assert ranks(differs, kind, size=size) == [False] * size

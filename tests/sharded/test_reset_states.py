@@ -26,7 +26,7 @@ WAYS_FOR_ALL = {
 }
 OPTIMIZERS = {
     "AdamW": (torch.optim.AdamW, {"lr": 0.01}, {}),
-    "Adam, late": (torch.optim.Adam, {"lr": 0.01}, {"gather": "forward"}),
+    "Adam": (torch.optim.Adam, {"lr": 0.01}, {}),
     "SGD": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}, {}),
     "RMSprop, in backward": (torch.optim.RMSprop, {"lr": 0.01}, {"step_in_backward": True}),
     "Adafactor": (torch.optim.Adafactor, {"lr": 0.05}, {}),

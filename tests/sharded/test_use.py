@@ -248,11 +248,6 @@ MISTAKES = {
         DPFuseError,
         "a communication hook was registered with a ShardedOptimizer",
     ),
-    "gather": (
-        lambda: dpfuse.ShardedOptimizer(wrapped(), optim.SGD, lr=1, gather="later"),
-        ValueError,
-        "gather must be 'step' or 'forward', got 'later'",
-    ),
     "pickled": (
         lambda: pickle.dumps(dpfuse.ShardedOptimizer(wrapped(), optim.SGD, lr=1)),
         DPFuseError,
@@ -454,3 +449,28 @@ def with_closure(rank, size):
 
 def test_a_closure_is_called_with_gradients_enabled(ranks):
     assert ranks(with_closure) == [False, False]
+
+
+def saved_by_others(rank, size, folder):
+    """The names in the file of a library that leaves out tensors which share a storage."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    model = dpfuse.DataParallel(network())
+    optimizer = dpfuse.ShardedOptimizer(model, optim.SGD, lr=0.1)
+    model(batch(0, rank, torch.float32)).square().mean().backward()
+    optimizer.step()
+    path = f"{folder}/{rank}.safetensors"
+    safetensors.save_model(model.module, path)
+    loaded = safetensors.load_file(path)
+    return bits_differ([*model.module.state_dict().values()], [loaded[key] for key in model.module.state_dict()])
+
+
+def test_each_parameter_has_a_storage_of_its_own(ranks, tmp_path):
+    pytest.importorskip("safetensors")
+    assert ranks(saved_by_others, str(tmp_path)) == [False, False]
+
+
+def test_a_lookup_of_a_state_is_an_error(rank, size):
+    model = dpfuse.DataParallel(network())
+    optimizer = dpfuse.ShardedOptimizer(model, optim.SGD, lr=0.1)
+    with pytest.raises(DPFuseError, match=r"state of a parameter was read in .*Call state_dict\(\) on every rank"):
+        optimizer.state[model.module.scale]

@@ -235,7 +235,7 @@ def sharded(rank, size, options):
     return said
 
 
-@pytest.mark.parametrize("options", [{}, {"gather": "forward"}, {"step_in_backward": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"step_in_backward": True}], ids=str)
 def test_ranks_with_a_sharded_optimizer_know_after_the_same_step(ranks, options):
     assert ranks(sharded, options) == [[False, False, True, True]] * 2
 

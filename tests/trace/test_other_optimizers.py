@@ -43,8 +43,8 @@ def train(folder: Path, rank: int, options: dict[str, Any] | None) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"gather": "forward"}, {"step_in_backward": True}],
-    ids=["usual", "gathered in the forward", "stepped in backward"],
+    [{}, {"step_in_backward": True}],
+    ids=["usual", "stepped in backward"],
 )
 def test_a_sharded_optimizer_is_one_optimizer_and_has_the_weights_of_the_plain_one(options, ranks, tmp_path):
     ranks(trained, tmp_path, {"plain": None, "sharded": options})

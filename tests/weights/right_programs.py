@@ -765,7 +765,6 @@ PLAIN: dict[str, tuple[Any, Callable[[], nn.Module], Callable[[Any], Any], dict[
         PADDLE, network, sgd, {"wire_dtype": torch.bfloat16, "error_feedback": True},
     ),
     "a sharded optimizer": (PADDLE, network, sharded(), {}),
-    "a sharded optimizer that gathers in the forward": (PADDLE, network, sharded(gather="forward"), {}),
     "a step in backward": (PADDLE, network, sharded(step_in_backward=True), {}),
     "owners of whole tensors": (PADDLE, of_three_layers, sharded(torch.optim.Muon), {}),
     "torchs zero redundancy optimizer": (TORCH, network, zero_redundancy, {"gradient_as_bucket_view": True}),
