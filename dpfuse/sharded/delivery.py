@@ -23,14 +23,7 @@ class ShardedDelivery(Delivery):
     It is handed out when the communication buffer is sent, so that private gradients are freed while backward goes on.
     Where another hook still has to read an accumulated gradient, it is handed out at the end.
 
-    Args:
-        buffer: is divided among the ranks.
-        regions: of the buffer.
-        group: the ranks.
-
     Attributes:
-        buffer: as given.
-        regions: as given.
         parts: this rank's part of each region.
         grads: what `.grad` becomes, by place.
     """

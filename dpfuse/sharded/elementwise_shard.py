@@ -40,12 +40,9 @@ class ElementwiseShard:
     """One rank's part of a region that is cut wherever the cut falls. It has runs once `use_kept` was called.
 
     Args:
-        flat_params: the parameters of the region.
-        param_groups: all groups.
         groups: the number of the parameter group of each parameter, by place.
 
     Attributes:
-        flat_params: as given.
         runs: in the order of the flat tensor.
         updater: of `own` of each run.
     """
@@ -62,7 +59,6 @@ class ElementwiseShard:
         """Update this rank's part with its gradients.
 
         Args:
-            settings: the hyperparameters of each parameter group.
             touched: whether a parameter has a gradient, by place; one without stays as it is.
         """
         flat_params = self.flat_params
@@ -128,8 +124,6 @@ class ElementwiseShard:
         """Cut this rank's part out of the whole state of a parameter, for `use_kept`.
 
         Args:
-            place: of the parameter.
-            state: of it, as a plain optimizer has it.
             divided: keys of values with a number for each element.
         """
         flat_params, slot = self.flat_params, self.flat_params.slots[place]
@@ -149,8 +143,13 @@ class ElementwiseShard:
     def use_kept(self) -> None:
         """Use the states that were kept, in place of all that this optimizer has."""
         kept, self._kept = [self._kept.get(place, {}) for place in range(len(self._groups))], {}
-        unlike = [place for place in range(1, len(kept)) if not _same_numbers(kept[place], kept[place - 1])]
-        self._use(self._group_cuts().union(unlike), kept)
+        groups = self._groups
+        cuts = {
+            place
+            for place in range(1, len(kept))
+            if groups[place] != groups[place - 1] or not _same_numbers(kept[place], kept[place - 1])
+        }
+        self._use({0} | cuts, kept)
 
     def has_state(self, place: int) -> bool:
         """Whether the parameter at this place has a state; the same on all ranks."""
@@ -228,10 +227,6 @@ class ElementwiseShard:
         step = CACHED // own.element_size() if own.device.type == "cpu" else max(end - begin, 1)
         for start in range(begin, max(end, begin + 1), step):
             yield Span(self._groups[first], first, last, own[start - offset : min(start + step, end) - offset], start)
-
-    def _group_cuts(self) -> set[int]:
-        groups = self._groups
-        return {0} | {place for place in range(1, len(groups)) if groups[place] != groups[place - 1]}
 
 
 def _is_flat(value: Any) -> bool:

@@ -30,15 +30,12 @@ class FlatParams:
     A parameter whose memory others use stays where it is. It is copied to its place before a step, and back after it.
 
     Args:
-        delivery: of the bucket's gradients.
         number: of the region in the bucket.
-        group: the ranks.
         masters: whether this rank updates a float32 copy of its part, if the parameters have 16 bits.
 
     Attributes:
-        delivery: as given; that of another bucket with the same communication buffer may take its place.
-        number: as given.
-        region: of that number.
+        delivery: of the bucket's gradients; that of another bucket with the same communication buffer may take its
+            place.
         flat: the parameters, [elements].
         params: by place in this region, as all that follows.
         slots: where each parameter lies in the flat tensor.
@@ -62,8 +59,7 @@ class FlatParams:
         self.flat = torch.zeros(region.end - region.begin, dtype=buffer.dtype, device=buffer.flat.device)
         self.kinds = [(torch.Size(slot.shape), self.flat.dtype, self.flat.device) for slot in self.slots]
         self.apart: dict[int, tuple[Tensor, Tensor]] = {}
-        self._addresses: list[int] = [-1] * len(self.params)
-        self._strides: list[tuple[int, ...]] = [()] * len(self.params)
+        self._left: list[tuple[int, tuple[int, ...]]] = [(-1, ())] * len(self.params)  # where `put` left each one
         take([self])
         self.masters = Masters(self.flat[self.begin : self.end]) if masters and self.flat.element_size() == 2 else None
 
@@ -105,14 +101,8 @@ class FlatParams:
 
     def displaced(self) -> list[int]:
         """Return the places of the parameters that lie elsewhere, or in another order."""
-        addresses, strides = self._places_now()
-        if addresses == self._addresses and strides == self._strides:
-            return []
-        wanted = list(zip(self._addresses, self._strides, strict=True))
-        return [i for i, each in enumerate(zip(addresses, strides, strict=True)) if each != wanted[i]]
-
-    def _places_now(self) -> tuple[list[int], list[tuple[int, ...]]]:
-        return list(map(Tensor.data_ptr, self.params)), list(map(Tensor.stride, self.params))
+        now = list(zip(map(Tensor.data_ptr, self.params), map(Tensor.stride, self.params), strict=True))
+        return [] if now == self._left else [i for i, each in enumerate(now) if each != self._left[i]]
 
     def put(self, place: int, value: Tensor, *, stays: bool) -> None:
         """Give a parameter its place in the flat tensor, with this value; `stays` keeps its memory where it is."""
@@ -123,7 +113,7 @@ class FlatParams:
             self.apart[place] = param, view
         else:
             move_into(param, view)
-        self._addresses[place], self._strides[place] = param.data_ptr(), param.stride()
+        self._left[place] = param.data_ptr(), param.stride()
 
     def read(self) -> None:
         """Copy what this rank updates of the parameters that stay where they are to the flat tensor."""
@@ -174,15 +164,14 @@ class FlatParams:
 
     def whole_gradient(self, place: int) -> Tensor:
         """Return a copy of the averaged gradient of a parameter; to be called on all ranks."""
-        region, buffer, slot = self.region, self.delivery.buffer, self.slots[place]
-        flat = buffer.flat[region.begin : region.end]
+        flat = self.delivery.buffer.flat[self.region.begin : self.region.end]
         finish(self._gather(flat), board_of(self._group), flat.device.type)
-        return flat.as_strided(slot.shape, slot.stride, flat.storage_offset() + slot.offset).clone()
+        return self.in_shape(flat, place)
 
     def in_shape(self, flat: Tensor, place: int) -> Tensor:
         """Return a copy of what `flat`, as long as the flat tensor, holds for a parameter, in its shape."""
         slot = self.slots[place]
-        return flat.as_strided(slot.shape, slot.stride, slot.offset).clone()
+        return flat.as_strided(slot.shape, slot.stride, flat.storage_offset() + slot.offset).clone()
 
     def flattened(self, value: Tensor, place: int) -> Tensor:
         """Return the elements of a tensor like a parameter in the order in which they lie here, [elements]."""

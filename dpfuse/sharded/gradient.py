@@ -27,7 +27,6 @@ class RegionPart:
         part: [elements], without the padding after the last gradient.
         address: of the memory of the whole region.
         count: of the gradients.
-        group: the ranks.
         in_backward: whether the gradients are used up when a backward returns.
     """
 
@@ -39,13 +38,11 @@ class RegionPart:
 
 
 class ShardedGradient(Tensor):
-    """Stands for a gradient of which each rank has one part.
+    """Stands for a gradient of which each rank has one part; it looks like its parameter.
 
     torch's `GradScaler` can unscale it. Every other operation raises.
 
     Args:
-        param: its parameter; shape, strides, dtype and device are the parameter's.
-        name: of the parameter, for errors.
         own: this rank's part of it, [elements], in memory order; may be empty.
         region: in which it lies.
         start: where `own` begins in the gradient, in elements.

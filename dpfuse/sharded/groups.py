@@ -28,12 +28,7 @@ TRIED_RATE = 0.01
 class Trainer:
     """Makes optimizers of one class.
 
-    Args:
-        kind: the class.
-        keywords: arguments of it.
-
     Attributes:
-        kind: as given.
         needs_whole: whether it needs whole tensors; `try_out` finds it.
         keeps_elsewhere: whether its next step needs more than its `state` and its settings; `try_out` finds it.
     """
@@ -54,11 +49,7 @@ class Trainer:
         return made
 
     def completed(self, groups: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """Return these groups with all their settings, and the defaults of the class, and leave no states.
-
-        Args:
-            groups: as `_checked` returns them.
-        """
+        """Return these groups with all their settings, and the defaults of the class, and leave no states."""
         made, params = self._empty(groups)
         found = [{**group, "params": [params[each] for each in group["params"]]} for group in made.param_groups]
         return found, made.defaults
@@ -90,7 +81,6 @@ class Trainer:
         """Find what the optimizer needs.
 
         Args:
-            groups: of this class.
             dtype: of what it updates; None for that of the parameters.
 
         Raises:
@@ -113,15 +103,17 @@ class Trainer:
             self.needs_whole |= needs_whole_tensors(self.kind, make, like)
             self.keeps_elsewhere |= keeps_elsewhere(make, like)
 
-    def optimizer(self, members: Sequence[tuple[Mapping[str, Any], Tensor]]) -> Optimizer:
-        """Return an optimizer of these tensors, each in a parameter group of its own, with these hyperparameters."""
-        return self.plain([{"params": [own], **settings} for settings, own in members])
-
     def cost(self, shape: Sequence[int]) -> float:
         """Return what the update of a tensor costs; a class can have a function `update_cost(shape)`."""
         own = getattr(self.kind, "update_cost", None)
         if own is not None:
-            return float(own(tuple(shape)))
+            cost = float(own(tuple(shape)))
+            if not 0 <= cost < math.inf:
+                raise ValueError(
+                    f"update_cost of {self.kind.__name__} has returned {cost} for the shape {tuple(shape)}, expected a "
+                    "finite number that is not negative. Correct it, or leave it out."
+                )
+            return cost
         return muon_cost(shape) if len(shape) == 2 else float(math.prod(shape))
 
 
@@ -132,7 +124,6 @@ class ParamGroups:
         kind: the class of the groups that name none.
         params: parameters or parameter groups, as torch's optimizers take them. A group with the key
             "optimizer_class" is updated by that class.
-        keywords: arguments of `kind`.
         divided: whether each rank has a part of the states. Then no optimizer of whole parameters is kept.
 
     Attributes:
@@ -273,7 +264,6 @@ class Updater:
     """Updates tensors, each of which belongs to a parameter group.
 
     Args:
-        param_groups: all groups.
         members: the number of its group, and the tensor.
 
     Attributes:
@@ -292,7 +282,8 @@ class Updater:
         self.inner: list[dict[str, Any]] = [{}] * len(members)
         self._members = members
         for trainer, indices in by_trainer.items():
-            optimizer = trainer.optimizer([(settings[members[index][0]], members[index][1]) for index in indices])
+            own = [{"params": [members[index][1]], **settings[members[index][0]]} for index in indices]
+            optimizer = trainer.plain(own)  # each tensor is in a parameter group of its own
             self._optimizers.append(optimizer)
             for index, inner in zip(indices, optimizer.param_groups, strict=True):
                 self.inner[index] = inner
@@ -318,9 +309,6 @@ class Updater:
     def leave(self, rank: int) -> None:
         """Note that the states of these tensors move to another updater.
 
-        Args:
-            rank: of this process, for the error.
-
         Raises:
             DPFuseError: an optimizer has more than states, which would not move.
         """
@@ -332,12 +320,7 @@ class Updater:
             )
 
     def step(self, settings: Sequence[Mapping[str, Any]], grads: Sequence[Tensor | None]) -> None:
-        """Update the tensors.
-
-        Args:
-            settings: the hyperparameters of each parameter group.
-            grads: of each tensor; one without a gradient stays as it is.
-        """
+        """Update the tensors with the hyperparameters of their groups. One without a gradient stays as it is."""
         for (number, own), inner, grad in zip(self._members, self.inner, grads, strict=True):
             inner.update(settings[number])
             own.grad = grad
@@ -378,12 +361,7 @@ class _Checked(Optimizer):
 
 
 def _checked(params: Iterable[Any]) -> list[dict[str, Any]]:
-    """Return copies of parameter groups in the form in which torch's optimizers hold them.
-
-    Raises:
-        TypeError: as torch says.
-        ValueError: as torch says.
-    """
+    """Return copies of parameter groups in the form in which torch's optimizers hold them."""
     given = [{**each} if isinstance(each, dict) else each for each in params]
     return _Checked(given).param_groups
 

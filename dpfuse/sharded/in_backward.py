@@ -66,8 +66,6 @@ class InBackward:
     bucket after it is packed, or at the end of backward.
 
     Args:
-        group: the ranks.
-        updates: of the parameters.
         largest_norm: the gradients are multiplied so that their norm would be at most this, if it were that of the
             backward before; None leaves them as they are.
 
@@ -79,7 +77,7 @@ class InBackward:
     def __init__(self, group: dist.ProcessGroup, updates: Updates, largest_norm: float | None) -> None:
         self.norm: Tensor | None = None
         self._group = group
-        self._updates = updates
+        self.updates = updates
         self._largest = largest_norm
         self._factor: Tensor | None = None
         self._squares: list[Tensor] = []
@@ -107,7 +105,7 @@ class InBackward:
                 "one step() after each backward that synchronises, since each has updated the parameters. Accumulate "
                 "inside no_sync()."
             )
-        self._updates.begin()
+        self.updates.begin()
         norm, largest = self.norm, self._largest
         self._factor = None if norm is None or largest is None else clipping_factor(largest, norm)
 
@@ -140,12 +138,12 @@ class InBackward:
     def ended(self) -> None:
         """Note that a backward has ended well on every rank, and wait for the parameters."""
         self._begun, self._owed = False, True
-        self._updates.finish()
+        self.updates.finish()
 
     def failed(self) -> None:
         """Wait for the parameters after a backward that has failed: the program may load others into their memory."""
         with suppress(Exception):  # the backward raises its own error; one of the group comes again
-            self._updates.finish()
+            self.updates.finish()
 
     def begin_again(self) -> None:
         """Forget what has happened: a state was loaded."""
@@ -153,10 +151,6 @@ class InBackward:
         self._flights.clear()
         self._lost = None
         self.norm, self._unused, self._squares = None, [], []
-
-    def spoil(self, wrong: Tensor) -> None:
-        """As that of `Updates`."""
-        self._updates.spoil(wrong)
 
     def refuse_half_updated(self) -> None:
         """Raise DPFuseError before a step if the last backward did not end well."""
@@ -202,19 +196,11 @@ class InBackward:
             self._lost = error
             raise
         self._flights.popleft()
-        self._updates.update(flight.buffer, sent=flight.sent)
+        self.updates.update(flight.buffer, sent=flight.sent)
 
 
 class SumInBackward(PartSum):
-    """As `PartSum`, for a bucket whose parameters are updated in backward.
-
-    Args:
-        buffer: of the bucket.
-        regions: of the buffer.
-        group: the ranks.
-        incoming: memory for the parts.
-        in_backward: lands the bucket.
-    """
+    """As `PartSum`, for a bucket whose parameters are updated in backward."""
 
     def __init__(
         self,

@@ -26,8 +26,6 @@ class ShardedGradients:
     """This rank's parts of the gradients that some parameters have now.
 
     Args:
-        named: the parameters, and their names.
-        group: the ranks.
         reading: told while ranks wait for each other.
         by_rows: whether the sum of squares has the same bits on any number of ranks: each rank sends those of the rows
             that it has, and all add up all rows.

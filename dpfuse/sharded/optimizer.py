@@ -218,8 +218,9 @@ class ShardedOptimizer(Optimizer):
                 f"full_gradient: got a {type(param).__name__}, expected a parameter of the model. Pass for example "
                 "model.module.get_parameter(name)."
             )
-        grad = param.grad if self._shards is None else self._shards.full_gradient(param)
-        return None if grad is None else grad.clone()
+        if self._shards is not None:
+            return self._shards.full_gradient(param)
+        return None if param.grad is None else param.grad.clone()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's: for parameters that the model trains from now on, such as unfrozen ones."""
@@ -363,23 +364,14 @@ class _Entry(MutableMapping[str, Any]):
     def items(self) -> Any:
         return [("in shards", _Part())]
 
-    def __getitem__(self, key: str) -> Any:
-        raise _refusal("the state of a parameter was read in")
-
     def __setitem__(self, key: str, value: Any) -> None:
         if not isinstance(value, _Part):
             raise _refusal("the state of a parameter was assigned in")
 
-    def __delitem__(self, key: str) -> None:
-        raise _refusal("the state of a parameter was changed in")
+    def _refuse(self, *_: Any) -> Any:
+        raise _refusal("the state of a parameter was used in")
 
-    def __iter__(self) -> Iterator[str]:
-        raise _refusal("the state of a parameter was read in")
-
-    def __len__(self) -> int:
-        raise _refusal("the state of a parameter was read in")
-
-    values = keys = __iter__  # type: ignore[assignment]
+    __getitem__ = __delitem__ = __iter__ = __len__ = keys = values = _refuse
 
 
 class _Part(Tensor):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from heapq import heapify, heapreplace
@@ -13,7 +12,7 @@ LOOKS = 3_000_000  # looks at the load of a rank, for moves and swaps; a clock w
 GAIN = 1e-6  # of the largest load; a move or swap that gains less is not worth its time
 
 
-def assign_owners(costs: Sequence[float], ranks: int, loads: Sequence[float] | None = None) -> list[int]:
+def assign_owners(costs: Sequence[float], loads: Sequence[float]) -> list[int]:
     """Assign each item to one rank, so that the largest load of a rank is small. The result is the same on all ranks.
 
     Longest first: each item in the order of falling costs goes to the rank with the smallest load. Then items move
@@ -21,28 +20,23 @@ def assign_owners(costs: Sequence[float], ranks: int, loads: Sequence[float] | N
 
     Args:
         costs: of each item, in any unit, not negative.
-        ranks: number of ranks, at least 1.
-        loads: what each rank has already, in the same unit; zero by default. It does not change.
+        loads: what each rank has already, in the same unit. It does not change.
 
     Returns:
-        The owner of each item, from 0 to ranks - 1.
-
-    Raises:
-        ValueError: `ranks` is below 1, a cost or load is negative or not finite, or `loads` has another length.
+        The rank that owns each item.
 
     Example:
-        >>> assign_owners([3, 3, 2, 2, 2], 2)
+        >>> assign_owners([3, 3, 2, 2, 2], [0, 0])
         [1, 1, 0, 0, 0]
-        >>> assign_owners([3, 3, 2, 2, 2], 2, loads=[0, 12])
+        >>> assign_owners([3, 3, 2, 2, 2], [0, 12])
         [0, 0, 0, 0, 0]
 
     Source: Graham, Bounds on Multiprocessing Timing Anomalies (SIAM Journal on Applied Mathematics 17, 1969).
     """
-    kept = _checked(costs, ranks, loads)
     order = sorted(range(len(costs)), key=lambda item: (-costs[item], item))
     sizes = [float(costs[item]) for item in order]
-    found = _longest_first(sizes, kept)
-    _improve(sizes, found, kept)
+    found = _longest_first(sizes, loads)
+    _improve(sizes, found, loads)
     owners = [0] * len(order)
     for item, owner in zip(order, found, strict=True):
         owners[item] = owner
@@ -59,41 +53,14 @@ def muon_cost(shape: Sequence[int]) -> int:
     Args:
         shape: [m, n], or [n, m].
 
-    Returns:
-        The number of operations.
-
-    Raises:
-        ValueError: The shape has not two dimensions.
-
     Example:
         >>> muon_cost((768, 3072)) == muon_cost((3072, 768)) == 5 * (4 * 768**2 * 3072 + 2 * 768**3)
         True
 
     Source: Jordan and others, Muon: an optimizer for hidden layers in neural networks (2024).
     """
-    if len(shape) != 2:
-        raise ValueError(
-            f"shape is {tuple(shape)}, expected two dimensions: Muon updates matrices. Give tensors of other shapes to "
-            "an elementwise optimizer, such as AdamW."
-        )
     short, long = sorted(shape)
     return 5 * (4 * short**2 * long + 2 * short**3)
-
-
-def _checked(costs: Sequence[float], ranks: int, loads: Sequence[float] | None) -> list[float]:
-    """Return the loads, zeros by default."""
-    if ranks < 1:
-        raise ValueError(f"ranks is {ranks}, expected at least 1. Pass the size of the process group.")
-    kept = [0.0] * ranks if loads is None else [float(load) for load in loads]
-    if len(kept) != ranks:
-        raise ValueError(f"loads has {len(kept)} numbers, expected one for each of {ranks} ranks. Add the others.")
-    for name, numbers in (("costs", costs), ("loads", kept)):
-        for index, number in enumerate(numbers):
-            if not 0 <= number < math.inf:
-                raise ValueError(
-                    f"{name}[{index}] is {number}, expected a finite number that is not negative. Correct it."
-                )
-    return kept
 
 
 def _longest_first(sizes: Sequence[float], loads: Sequence[float]) -> list[int]:

@@ -93,9 +93,7 @@ class PartSum(Exchange):
     bit depends on the layout of the bucket. NCCL scatters equal parts.
 
     Args:
-        group: the ranks.
         regions: of the buffer; each travels in a collective of its own.
-        incoming: memory for the parts.
     """
 
     def __init__(self, group: dist.ProcessGroup, regions: Sequence[Region], incoming: Incoming) -> None:

@@ -13,13 +13,7 @@ __all__ = ["Ring"]
 
 
 class Ring:
-    """As many pieces of memory as buckets can be in flight, each large enough for every bucket of a plan.
-
-    Args:
-        plan: of the buckets.
-        size: number of ranks.
-        depth: number of pieces.
-    """
+    """As many pieces of memory as buckets can be in flight, `depth`, each large enough for every bucket of a plan."""
 
     def __init__(self, plan: BucketPlan, size: int, depth: int) -> None:
         most = 0

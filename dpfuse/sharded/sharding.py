@@ -36,7 +36,6 @@ class Sharding(Dividing):
     """Lets each rank receive one part of each bucket's averaged gradients.
 
     Args:
-        sync: of the model.
         field: what the ranks compare of the optimizer.
 
     Attributes:
@@ -70,7 +69,7 @@ class Sharding(Dividing):
             for param in (group["params"] if trainer.needs_whole else ())
             if id(param) not in self._owners
         ]
-        owners = assign_owners([cost for _, cost in items], self._group.size(), self._loads)
+        owners = assign_owners([cost for _, cost in items], self._loads)
         for (key, cost), owner in zip(items, owners, strict=True):
             self._owners[key] = owner
             self._loads[owner] += cost
@@ -127,13 +126,7 @@ class Sharding(Dividing):
 
 
 class ShardingInBackward(Sharding):
-    """As `Sharding`, for gradients that are used up when a backward returns: few buckets have memory.
-
-    Args:
-        sync: of the model.
-        field: what the ranks compare of the optimizer.
-        in_backward: lands the buckets.
-    """
+    """As `Sharding`, for gradients that are used up when a backward returns: few buckets have memory."""
 
     eager = False  # the memory of a bucket is that of others until it is sent
     in_backward = True
@@ -180,7 +173,7 @@ class ShardingInBackward(Sharding):
         self._in_backward.failed()
 
     def spoil(self, wrong: Callable[[], Tensor], deliveries: Sequence[Delivery]) -> None:
-        self._in_backward.spoil(wrong())
+        self._in_backward.updates.spoil(wrong())
 
 
 def _regions_of(buffer: CommBuffer) -> Sequence[Region]:

@@ -40,7 +40,6 @@ class Shards:
     """The parameters of a wrapped model, of which each rank updates one part.
 
     Args:
-        sync: of the model; its gradients come in parts from now on.
         groups: the parameter groups; each class was tried out.
         masters: whether 16-bit parameters have float32 copies.
         in_backward: whether parameters are updated while backward runs.

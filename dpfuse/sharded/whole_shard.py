@@ -23,14 +23,7 @@ class WholeShard:
     """The parameters of a region, each in the part of one rank, its owner. It updates them once `use_kept` was called.
 
     Args:
-        flat_params: the parameters of the region.
-        param_groups: all groups.
         groups: the number of the parameter group of each parameter, by place.
-        group: the ranks.
-
-    Attributes:
-        flat_params: as given.
-        updater: of the parameters that this rank owns.
     """
 
     def __init__(
@@ -54,12 +47,7 @@ class WholeShard:
         self.updater = Updater(param_groups, [])
 
     def step(self, settings: Sequence[Mapping[str, Any]], touched: Sequence[bool]) -> None:
-        """Update what this rank owns.
-
-        Args:
-            settings: the hyperparameters of each parameter group.
-            touched: whether a parameter has a gradient, by place; one without stays as it is.
-        """
+        """As `ElementwiseShard.step`."""
         flat_params = self.flat_params
         masters, gradients = flat_params.masters, flat_params.gradients
         if masters is not None:
@@ -103,13 +91,7 @@ class WholeShard:
             yield param, states.get(place, {}), ()
 
     def keep(self, place: int, state: State, divided: Collection[str]) -> None:
-        """Keep the state of a parameter for `use_kept`, if this rank owns it.
-
-        Args:
-            place: of the parameter.
-            state: of it, as a plain optimizer has it.
-            divided: not used.
-        """
+        """Keep the state of a parameter for `use_kept`, if this rank owns it; nothing of it is divided."""
         if state:
             self._kept_places.add(place)
         if place not in self._places:

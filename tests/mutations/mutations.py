@@ -211,7 +211,7 @@ SHARDED = (
     Mutation(
         "parameters still travel when a failed backward has raised",
         "dpfuse/sharded/in_backward.py",
-        "            self._updates.finish()\n\n    def begin_again",
+        "            self.updates.finish()\n\n    def begin_again",
         "            pass\n\n    def begin_again",
         ("tests/sharded/test_in_backward.py",),
     ),
