@@ -161,7 +161,6 @@ def _in_turns(
 def _several(trained: Trained, count: int) -> None:
     for _ in range(count):
         trained.step()
-    trained.settle()
 
 
 def _results(seconds: Mapping[str, list[float]], facts: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

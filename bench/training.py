@@ -63,7 +63,6 @@ class Trained(NamedTuple):
 
     step: Callable[[], None]
     weights: Callable[[], list[Tensor]]  # whole ones; to be called on all ranks
-    settle: Callable[[], object] = lambda: None  # waits for parameters that are on their way
     bucket_bytes: Callable[[], int] | None = None
 
 
@@ -123,7 +122,7 @@ def _sharded(update: Update, workload: Workload, **options: Any) -> Trained:
     wrapped = dpfuse.DataParallel(workload.module)
     optimizer = dpfuse.ShardedOptimizer(wrapped, update.kind, **options, **update.settings)
     trained = _stepped(workload.module, wrapped, optimizer, workload)
-    return trained._replace(settle=trained.weights, bucket_bytes=partial(_bucket_bytes, wrapped))
+    return trained._replace(bucket_bytes=partial(_bucket_bytes, wrapped))
 
 
 def _sharded_kept(update: Update, workload: Workload, **options: Any) -> Trained:

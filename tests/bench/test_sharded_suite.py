@@ -116,10 +116,3 @@ def test_a_network_delays_what_is_not_under_computation(monkeypatch):
     assert set(fast) == set(suite.IN_NETWORKS)
     for name in fast:
         assert slow[name]["wall"] > fast[name]["wall"]
-
-
-def test_a_measurement_ends_when_parameters_have_arrived():
-    done = []
-    one = Trained(lambda: done.append("step"), list, settle=lambda: done.append("arrived"))
-    suite._several(one, 3)
-    assert done == ["step"] * 3 + ["arrived"]

@@ -420,9 +420,12 @@ def test_a_checkpoint_mends_half_updated_parameters(ranks):
     assert not bits_differ(one, other)
 
 
-def start_late(params, start=FlatParams.start_gather, *, rank):
+START = FlatParams.start_gather
+
+
+def start_late(params, rank):
     time.sleep(LATE * rank)
-    return start(params)
+    return START(params)
 
 
 def settled(rank):
@@ -433,7 +436,7 @@ def settled(rank):
         model(X).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return model, optimizer, mock.patch.object(FlatParams, "start_gather", partialmethod(start_late, rank=rank))
+    return model, optimizer, mock.patch.object(FlatParams, "start_gather", partialmethod(start_late, rank))
 
 
 def loaded_at_once(rank, size, forward):
