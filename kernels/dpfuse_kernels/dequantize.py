@@ -11,9 +11,9 @@ from torch import Tensor
 from dpfuse_kernels.backend import uses_triton
 from dpfuse_kernels.checks import check_all
 from dpfuse_kernels.mx import mx_decode
-from dpfuse_kernels.mx_block import _decode, _element_ptr, _scale_ptr
+from dpfuse_kernels.mx_block import _read
 from dpfuse_kernels.mx_table import MxTable
-from dpfuse_kernels.unflatten import unflatten_reference
+from dpfuse_kernels.unflatten import unflatten
 
 if TYPE_CHECKING:
     import triton.language as tl  # at run time `launcher.jit` imports it, before the first launch
@@ -49,9 +49,7 @@ def _dequantize_kernel(
     lane = block * 32 + tl.arange(0, 32)[None, :]
     there = (tl.load(row_ptr + 3) >> 5) + block.to(tl.int64)
     if address != 0:
-        element = tl.load(_element_ptr(flat_address, there), mask=block * 32 < length, other=0)
-        unit = tl.load(_scale_ptr(flat_address, there), mask=block * 32 < length, other=0)
-        value = _decode(element, unit, E4M3)
+        value = _read(flat_address, there, block * 32 < length, E4M3)
         if SCALED:
             # The factor arrives as the bits of a double.
             value *= scale_bits.to(tl.float64, bitcast=True).to(tl.float32)
@@ -124,6 +122,4 @@ def dequantize_reference(
     stage = table.stage
     with stage.gaps_kept():
         mx_decode(table.flat, table.format.dtype, stage.flat)
-    plain = matched and scale == 1.0 and stage.dtype == stage.flat.dtype
-    if not (plain and stage.host_plan.unpack_matched(tensors, stage)):  # type: ignore[arg-type]
-        unflatten_reference(stage, tensors, scale=scale)
+    unflatten(stage, tensors, scale=scale, matched=matched)

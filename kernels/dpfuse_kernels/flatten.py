@@ -10,14 +10,14 @@ from torch import Tensor
 
 from dpfuse_kernels.backend import uses_triton
 from dpfuse_kernels.checks import check_all, check_cheaply, diagnose
-from dpfuse_kernels.options import check_factor, check_residual
+from dpfuse_kernels.options import check_options
 from dpfuse_kernels.pointer_table import PointerTable
 from dpfuse_kernels.repeat import launch_again
 
 if TYPE_CHECKING:
     import triton.language as tl  # at run time `launcher.jit` imports it, before the first launch
 
-__all__ = ["all_finite", "check_options", "count_nonfinite", "flatten", "flatten_again", "flatten_reference", "product"]
+__all__ = ["all_finite", "count_nonfinite", "flatten", "flatten_again", "flatten_reference", "product"]
 
 
 def _flatten_kernel(
@@ -368,11 +368,3 @@ def all_finite(values: Tensor) -> bool:
     # A sum in 16 bits would overflow too often.
     sum_type = torch.promote_types(values.dtype, torch.float32)
     return bool(values.sum(dtype=sum_type).isfinite())
-
-
-def check_options(table: PointerTable, factor: Tensor | None, residual: Tensor | None) -> None:
-    """Raise ValueError for a factor or a residual that does not fit this table."""
-    if factor is not None:
-        check_factor(factor, table.flat.device)
-    if residual is not None:
-        check_residual(residual, table.flat.numel(), table.flat.device, of=table.flat.dtype)

@@ -74,6 +74,11 @@ class Layout:
             )
         check_slots(self.slots, flat.numel())
 
+    @property
+    def elements(self) -> int:
+        """Elements that the buffer holds."""
+        return self.flat.numel()
+
     def new_views(self) -> list[Tensor]:
         """Return a new view of `flat` for each slot."""
         base = self.flat.storage_offset()
@@ -152,7 +157,7 @@ class Layout:
     @cached_property
     def contiguous(self) -> bool:
         """Whether all slots are in C order."""
-        return all(view.is_contiguous() for view in self.new_views())
+        return all(torch.empty_strided(slot.shape, slot.stride, device="meta").is_contiguous() for slot in self.slots)
 
     @cached_property
     def ascending(self) -> bool:

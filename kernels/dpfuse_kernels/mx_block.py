@@ -1,4 +1,4 @@
-"""One program's part of an eight-bit buffer in a kernel: the addresses of its bytes, their encoding and decoding.
+"""One program's part of an eight-bit buffer in a kernel: its addresses, reading, encoding and decoding.
 
 The functions use only integers and plain float32 arithmetic, no conversions of the hardware: so all devices give the
 same bits. Kernels call these functions; `launcher.jit` compiles them.
@@ -12,6 +12,19 @@ if TYPE_CHECKING:
     import triton.language as tl  # at run time `launcher.jit` imports it, before the first launch
 
 __all__: list[str] = []
+
+
+def _read(flat_address: tl.tensor, block: tl.tensor, mask: tl.tensor, E4M3: tl.constexpr) -> tl.tensor:
+    """Return the values of `block`, [blocks, 1] int64, as [blocks, 32] float32. The buffer must be aligned."""
+    element = tl.load(_element_ptr(flat_address, block), mask=mask, other=0)
+    scale = tl.load(_scale_ptr(flat_address, block), mask=mask, other=0)
+    return _decode(element, scale, E4M3)
+
+
+def _lost(value: tl.tensor, element: tl.tensor, scale: tl.tensor, E4M3: tl.constexpr) -> tl.tensor:
+    """Return what encoding has taken from [blocks, 32] float32; 0 where that is not finite."""
+    error = value - _decode(element, scale, E4M3)
+    return tl.where(tl.abs(error) < float("inf"), error, 0.0)
 
 
 def _encode(value: tl.tensor, E4M3: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
@@ -68,7 +81,7 @@ def _decode(element: tl.tensor, scale: tl.tensor, E4M3: tl.constexpr) -> tl.tens
 
 
 def _element_ptr(flat_address: tl.tensor, block: tl.tensor) -> tl.tensor:
-    """Return pointers [blocks, 32] to the element bytes of `block`, [blocks, 1] int64. The buffer must be aligned."""
+    """Return pointers [blocks, 32] to the element bytes of `block`, [blocks, 1] int64."""
     flat_ptr = tl.multiple_of(flat_address.to(tl.int64).to(tl.pointer_type(tl.uint8)), 16)
     return flat_ptr + ((block >> 4) * 528 + (block & 15) * 32) + tl.arange(0, 32)[None, :]
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cached_property
 
 import torch
@@ -31,9 +30,6 @@ class MxTable(PointerTable):
         dtype: of the tensors: float32, float16 or bfloat16.
         format: of the elements: torch.float8_e4m3fn or torch.float8_e5m2.
 
-    Attributes:
-        elements: capacity of the buffer, a multiple of 512.
-
     Raises:
         ValueError: A slot leaves the buffer, overlaps another slot, is not dense or starts inside a block; `flat` has
             no whole super-blocks; or the dtype or format is another.
@@ -50,7 +46,6 @@ class MxTable(PointerTable):
     def __init__(self, flat: Tensor, slots: Sequence[Slot], dtype: torch.dtype, format: torch.dtype) -> None:
         self.format = mx_format(format)
         check_packed("flat", flat)
-        self.elements = flat.numel() // SUPER_BYTES * SUPER_BLOCK
         super().__init__(flat, slots, dtype)
 
     def _check_layout(self) -> None:
@@ -70,6 +65,11 @@ class MxTable(PointerTable):
                     f"Slot {slot.name!r} starts at element {slot.offset}, expected a multiple of {BLOCK}: a block has "
                     "one scale. Round offsets up."
                 )
+
+    @property
+    def elements(self) -> int:
+        """Elements that the buffer holds, a multiple of 512."""
+        return self.flat.numel() // SUPER_BYTES * SUPER_BLOCK
 
     def new_views(self) -> list[Tensor]:
         """Return an empty tensor for each slot: torch has no dtype for blocks with a scale."""
@@ -97,23 +97,8 @@ class MxTable(PointerTable):
         return [self.address + start if slot.numel else 0 for slot, start in zip(self.slots, starts, strict=True)]
 
     @cached_property
-    def contiguous(self) -> bool:
-        """Whether all slots are in C order."""
-        return all(torch.empty_strided(slot.shape, slot.stride, device="meta").is_contiguous() for slot in self.slots)
-
-    @contextmanager
-    def gaps_kept(self, *beside: Tensor, zero: bool = False) -> Iterator[None]:
-        """Restore the blocks that belong to no slot, with their scales, after a write to the whole buffer."""
-        if self._gaps is None:
-            yield
-            return
-        kept = self.flat[self._gaps]
-        yield
-        self.flat[self._gaps] = kept
-
-    @cached_property
     def _gaps(self) -> Tensor | None:
-        """Indices of the bytes of blocks that belong to no slot; None if there are none."""
+        """Indices of the bytes of blocks that belong to no slot, with their scales; None if there are none."""
         free = torch.ones(self.elements // BLOCK, dtype=torch.bool, device="cpu")
         for slot in self.slots:
             free[slot.offset // BLOCK : -(-(slot.offset + slot.numel) // BLOCK)] = False
@@ -125,4 +110,6 @@ class MxTable(PointerTable):
     def stage(self) -> PointerTable:
         """The same slots over float32 elements, for torch's own operations; zeros between the slots."""
         flat = torch.zeros(self.elements, dtype=torch.float32, device=self.flat.device)
-        return PointerTable(flat, self.slots, self.dtype)
+        stage = PointerTable(flat, self.slots, self.dtype)
+        stage.triton = False
+        return stage

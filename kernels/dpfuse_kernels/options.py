@@ -1,11 +1,21 @@
-"""Checks the optional arguments of packing: factor and residual. Knows no layout."""
+"""Checks the optional arguments of packing: factor and residual."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-__all__ = ["check_factor", "check_residual"]
+from dpfuse_kernels.layout import Layout
+
+__all__ = ["check_factor", "check_options", "check_residual"]
+
+
+def check_options(table: Layout, factor: Tensor | None, residual: Tensor | None) -> None:
+    """Raise ValueError for a factor or a residual that does not fit this table."""
+    if factor is not None:
+        check_factor(factor, table.flat.device)
+    if residual is not None:
+        check_residual(residual, table.elements, table.flat.device, of=table.flat.dtype)
 
 
 def check_factor(factor: Tensor, device: torch.device) -> None:

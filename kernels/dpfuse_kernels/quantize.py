@@ -10,11 +10,11 @@ from torch import Tensor
 
 from dpfuse_kernels.backend import uses_triton
 from dpfuse_kernels.checks import check_all
-from dpfuse_kernels.flatten import _count, count_nonfinite, flatten_reference, product
+from dpfuse_kernels.flatten import _count, count_nonfinite, flatten
 from dpfuse_kernels.mx import in_chunks, mx_decode, mx_encode
-from dpfuse_kernels.mx_block import _decode, _element_ptr, _encode, _scale_ptr
+from dpfuse_kernels.mx_block import _element_ptr, _encode, _lost, _scale_ptr
 from dpfuse_kernels.mx_table import MxTable
-from dpfuse_kernels.options import check_factor, check_residual
+from dpfuse_kernels.options import check_options
 
 if TYPE_CHECKING:
     import triton.language as tl  # at run time `launcher.jit` imports it, before the first launch
@@ -84,8 +84,7 @@ def _quantize_kernel(
     tl.store(_element_ptr(flat_address, there), element, mask=inside)
     tl.store(_scale_ptr(flat_address, there), unit, mask=inside)
     if RESIDUAL:
-        error = value - _decode(element, unit, E4M3)
-        error = tl.where(tl.abs(error) < float("inf"), error, 0.0)
+        error = _lost(value, element, unit, E4M3)
         tl.store(residual_ptr, tl.where(mask, error, before), mask=inside)
     if COUNT:
         _count(value, mask, (counts_address + tensor * 4).to(tl.pointer_type(tl.int32)), tl.float32)
@@ -181,9 +180,7 @@ def quantize_reference(
     """
     check_options(table, factor, residual)
     stage, flat = table.stage, table.flat
-    scale = product(scale, factor)
-    if not (matched and stage.host_plan.pack_matched(tensors, stage, scale)):  # type: ignore[arg-type]
-        flatten_reference(tensors, stage, scale=scale)
+    flatten(tensors, stage, scale=scale, factor=factor, matched=matched)
     value = stage.flat
     if residual is not None:
         with stage.gaps_kept():
@@ -196,11 +193,3 @@ def quantize_reference(
         with stage.gaps_kept(residual):
             for encoded, exact, losses in zip(in_chunks(flat), in_chunks(value), in_chunks(residual), strict=True):
                 torch.sub(exact, mx_decode(encoded, table.format.dtype), out=losses).nan_to_num_(0.0, 0.0, 0.0)
-
-
-def check_options(table: MxTable, factor: Tensor | None, residual: Tensor | None) -> None:
-    """Raise ValueError for a factor or a residual that does not fit this table."""
-    if factor is not None:
-        check_factor(factor, table.flat.device)
-    if residual is not None:
-        check_residual(residual, table.elements, table.flat.device, of=table.flat.dtype)

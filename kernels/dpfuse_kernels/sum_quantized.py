@@ -11,7 +11,7 @@ from dpfuse_kernels.backend import chooses_triton
 from dpfuse_kernels.launch_shape import DEFAULT
 from dpfuse_kernels.launcher import shared_dispatcher
 from dpfuse_kernels.mx import BLOCK, SUPER_BLOCK, SUPER_BYTES, check_packed, in_chunks, mx_decode, mx_encode, mx_format
-from dpfuse_kernels.mx_block import _decode, _element_ptr, _encode, _scale_ptr
+from dpfuse_kernels.mx_block import _element_ptr, _encode, _lost, _read, _scale_ptr
 from dpfuse_kernels.options import check_residual
 
 if TYPE_CHECKING:
@@ -42,19 +42,11 @@ def _sum_quantized_kernel(
     mask = block < blocks
     stride = (blocks >> 4) * 528
     source = parts_address
-    total = _decode(
-        tl.load(_element_ptr(source, block), mask=mask, other=0),
-        tl.load(_scale_ptr(source, block), mask=mask, other=0),
-        E4M3,
-    )
+    total = _read(source, block, mask, E4M3)
     added = 1
     while added < count:
         source += stride
-        total += _decode(
-            tl.load(_element_ptr(source, block), mask=mask, other=0),
-            tl.load(_scale_ptr(source, block), mask=mask, other=0),
-            E4M3,
-        )
+        total += _read(source, block, mask, E4M3)
         added += 1
     element, unit = _encode(total, E4M3)
     tl.store(_element_ptr(out_address, block), element, mask=mask)
@@ -62,8 +54,7 @@ def _sum_quantized_kernel(
     if RESIDUAL:
         residual_ptr = tl.multiple_of(residual_address.to(tl.int64).to(tl.pointer_type(tl.float32)), 16)
         residual_ptr += block * 32 + tl.arange(0, 32)[None, :]
-        error = total - _decode(element, unit, E4M3)
-        error = tl.where(tl.abs(error) < float("inf"), error, 0.0)
+        error = _lost(total, element, unit, E4M3)
         tl.store(residual_ptr, tl.load(residual_ptr, mask=mask) + error, mask=mask)
 
 
