@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import astuple, dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from dpfuse_kernels.backend import chooses_triton
 from dpfuse_kernels.launch_shape import LaunchShape
-from dpfuse_kernels.launcher import shared_dispatcher, triton_dtype
+from dpfuse_kernels.launcher import launch_flat
 from dpfuse_kernels.options import check_factor
 
 if TYPE_CHECKING:
     import triton.language as tl  # at run time `launcher.jit` imports it, before the first launch
 
-__all__ = ["adamw_step", "adamw_step_reference"]
+__all__ = ["adamw_step"]
 
 GRADS = (torch.float32, torch.bfloat16, torch.float16)
 NARROW = (torch.bfloat16, torch.float16)
@@ -209,100 +208,54 @@ def adamw_step(
 
     Source: Loshchilov, Hutter: Decoupled Weight Decay Regularization (arXiv 1711.05101).
     """
-    if not chooses_triton(grad.device):
-        adamw_step_reference(
-            grad,
-            param,
-            exp_avg,
-            exp_avg_sq,
-            step=step,
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            decoupled=decoupled,
-            maximize=maximize,
-            master=master,
-            factor=factor,
-        )
-        return
     _check(grad, param, exp_avg, exp_avg_sq, master, factor)
     numbers = _numbers(step, lr, betas, eps, weight_decay, decoupled)
-    if not grad.numel():
+    coupled = not decoupled and weight_decay != 0
+    decoupled = decoupled and weight_decay != 0
+    if not chooses_triton(grad.device):
+        _step_reference(grad, param, exp_avg, exp_avg_sq, master, factor, numbers, maximize, decoupled, coupled)
         return
-    kinds = (
-        *(grad.dtype, param.dtype, master is not None, factor is not None, maximize),
-        *(decoupled and weight_decay != 0, not decoupled and weight_decay != 0),
-    )
     addresses = [0 if one is None else one.data_ptr() for one in (grad, param, exp_avg, exp_avg_sq, master, factor)]
-    # An int, such as an eps of 0, would be another kind of argument.
-    arguments = (*addresses, grad.numel(), 0, *map(float, astuple(numbers)))
-    shared_dispatcher(grad.device).launch(
-        (_adamw_kernel, *kinds),
-        -(-grad.numel() // SHAPE.chunk),
-        arguments,
-        {},
-        partial(_constants, *kinds),
-        SHAPE.warps,
+    launch_flat(
+        _adamw_kernel,
+        grad,
+        grad.numel(),
+        # An int, such as an eps of 0, would be another kind of argument.
+        (*addresses, grad.numel(), 0, *map(float, astuple(numbers))),
+        SHAPE,
+        WIRE=grad.dtype,
+        PARAM=param.dtype,
+        MASTER=master is not None,
+        FACTOR=factor is not None,
+        MAXIMIZE=maximize,
+        DECOUPLED=decoupled,
+        COUPLED=coupled,
     )
-
-
-def _constants(
-    wire: torch.dtype, param: torch.dtype, master: bool, factor: bool, maximize: bool, decoupled: bool, coupled: bool
-) -> dict[str, Any]:
-    """Return the compile-time arguments of the kernel."""
-    return {
-        "WIRE": triton_dtype(wire),
-        "PARAM": triton_dtype(param),
-        "MASTER": master,
-        "FACTOR": factor,
-        "MAXIMIZE": maximize,
-        "DECOUPLED": decoupled,
-        "COUPLED": coupled,
-        "CHUNK": SHAPE.chunk,
-    }
 
 
 @torch.no_grad()
-def adamw_step_reference(
+def _step_reference(
     grad: Tensor,
     param: Tensor,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
-    *,
-    step: int,
-    lr: float = 1e-3,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 1e-2,
-    decoupled: bool = True,
-    maximize: bool = False,
-    master: Tensor | None = None,
-    factor: Tensor | None = None,
+    master: Tensor | None,
+    factor: Tensor | None,
+    numbers: _Numbers,
+    maximize: bool,
+    decoupled: bool,
+    coupled: bool,
 ) -> None:
-    """Do the step with torch's own operations, on any device. On the CPU, the bits equal those of `adamw_step`.
-
-    Arguments and errors are those of `adamw_step`.
-
-    Example:
-        >>> import torch
-        >>> param, exp_avg, exp_avg_sq = torch.tensor([4.0, 8.0]), torch.zeros(2), torch.zeros(2)
-        >>> settings = {"lr": 0.5, "betas": (0.75, 0.75), "eps": 0.0, "weight_decay": 0.5}
-        >>> adamw_step_reference(torch.tensor([2.0, -4.0]), param, exp_avg, exp_avg_sq, step=1, **settings)
-        >>> param
-        tensor([2.5000, 6.5000])
-    """
-    _check(grad, param, exp_avg, exp_avg_sq, master, factor)
-    numbers = _numbers(step, lr, betas, eps, weight_decay, decoupled)
+    """Do the step with torch's own operations, on any device. On the CPU, the bits equal those of the kernel."""
     grad = grad.to(torch.float32)
     value = param if master is None else master
     if factor is not None:
         grad = grad * factor
     if maximize:
         grad = -grad
-    if weight_decay != 0 and decoupled:
+    if decoupled:
         value.mul_(numbers.decay)
-    elif weight_decay != 0:
+    elif coupled:
         grad = grad + value * numbers.decay
     near = exp_avg if numbers.way > 0 else grad
     torch.add(near, (grad - exp_avg).mul_(numbers.way), out=exp_avg)
@@ -316,26 +269,17 @@ def adamw_step_reference(
 
 @dataclass(frozen=True)
 class _Numbers:
-    """What the kernel gets instead of the hyperparameters, in double precision.
+    """What the kernel gets instead of the hyperparameters, in double precision."""
 
-    Args:
-        way: what part of the way from `exp_avg` to the gradient is added: to `exp_avg` if it is positive, else to the
-            gradient, which is then the nearer end.
-        beta2: as given.
-        beta2_rest: 1 - beta2, which in float32 would have few correct digits.
-        decay: a factor of the parameter, or where the decay is not decoupled, of what is added to the gradient.
-        root: of the second bias correction.
-        eps: as given.
-        step_size: learning rate over the first bias correction.
-    """
-
+    # The part of the way from `exp_avg` to the gradient that is added: to `exp_avg` if it is positive, else to the
+    # gradient, which is then the nearer end.
     way: float
     beta2: float
-    beta2_rest: float
-    decay: float
-    root: float
+    beta2_rest: float  # 1 - beta2, which in float32 would have few correct digits
+    decay: float  # a factor of the parameter, or where the decay is not decoupled, of what is added to the gradient
+    root: float  # of the second bias correction
     eps: float
-    step_size: float
+    step_size: float  # learning rate over the first bias correction
 
 
 def _numbers(

@@ -15,7 +15,7 @@ from dpfuse_kernels.bound import BoundKernel, bind
 from dpfuse_kernels.launch_shape import LaunchShape, launch_shape
 from dpfuse_kernels.layout import Layout
 
-__all__ = ["Dispatcher", "Launcher", "Repeatable", "dispatch", "jit", "shared_dispatcher"]
+__all__ = ["Dispatcher", "Launcher", "Repeatable", "dispatch", "jit", "launch_flat", "shared_dispatcher"]
 
 # The first arguments of every kernel over a table, with their types. Further addresses (i64) and compile-time arguments
 # follow.
@@ -244,6 +244,35 @@ class _Repeatable(NamedTuple):
 def shared_dispatcher(device: torch.device) -> Dispatcher:
     """Return the dispatcher of all kernels that are launched without a table, for one device."""
     return Dispatcher(device)
+
+
+def launch_flat(
+    kernel: Callable[..., None],
+    flat: torch.Tensor,
+    elements: int,
+    arguments: tuple[float, ...],
+    shape: LaunchShape,
+    **options: torch.dtype | bool,
+) -> None:
+    """Launch a kernel on flat tensors, without a table, on the current stream of their device.
+
+    Args:
+        kernel: takes these arguments, the compile-time arguments `options` in their order, and CHUNK.
+        flat: one of the tensors.
+        elements: over all programs; without any, nothing is launched.
+        arguments: as those of `Dispatcher.launch`; none is a pointer.
+        shape: of the programs.
+        options: numbers, and dtypes, which the kernel gets as types of Triton.
+    """
+    if not elements:
+        return
+
+    def constants() -> dict[str, Any]:
+        kinds = {name: triton_dtype(one) if isinstance(one, torch.dtype) else one for name, one in options.items()}
+        return {**kinds, "CHUNK": shape.chunk}
+
+    key = (kernel, *options.values())
+    shared_dispatcher(flat.device).launch(key, -(-elements // shape.chunk), arguments, {}, constants, shape.warps)
 
 
 class Launcher:

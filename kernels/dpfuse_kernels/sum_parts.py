@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from dpfuse_kernels.backend import chooses_triton
 from dpfuse_kernels.launch_shape import DEFAULT
-from dpfuse_kernels.launcher import shared_dispatcher, triton_dtype
+from dpfuse_kernels.launcher import launch_flat
 from dpfuse_kernels.layout import DTYPES
 from dpfuse_kernels.options import check_residual
 
@@ -110,29 +109,17 @@ def sum_parts(parts: Tensor, out: Tensor, residual: Tensor | None = None) -> Non
         sum_parts_reference(parts, out, residual)
         return
     _check(parts, out, residual)
-    if not out.numel():
-        return
-    kinds = (out.dtype, residual is not None)
     kept = 0 if residual is None else residual.data_ptr()
-    arguments = (parts.data_ptr(), out.data_ptr(), len(parts), out.numel(), 0, kept)
-    shared_dispatcher(out.device).launch(
-        (_sum_parts_kernel, *kinds),
-        -(-out.numel() // DEFAULT.chunk),
-        arguments,
-        {},
-        partial(_constants, *kinds),
-        DEFAULT.warps,
+    launch_flat(
+        _sum_parts_kernel,
+        out,
+        out.numel(),
+        (parts.data_ptr(), out.data_ptr(), len(parts), out.numel(), 0, kept),
+        DEFAULT,
+        WIRE=out.dtype,
+        SUM=_sum_dtype(out.dtype),
+        RESIDUAL=residual is not None,
     )
-
-
-def _constants(wire: torch.dtype, residual: bool) -> dict[str, Any]:
-    """Return the compile-time arguments of the kernel."""
-    return {
-        "WIRE": triton_dtype(wire),
-        "SUM": triton_dtype(_sum_dtype(wire)),
-        "RESIDUAL": residual,
-        "CHUNK": DEFAULT.chunk,
-    }
 
 
 @torch.no_grad()

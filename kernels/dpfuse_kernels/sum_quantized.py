@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dpfuse_kernels.backend import chooses_triton
 from dpfuse_kernels.launch_shape import DEFAULT
-from dpfuse_kernels.launcher import shared_dispatcher
+from dpfuse_kernels.launcher import launch_flat
 from dpfuse_kernels.mx import BLOCK, SUPER_BLOCK, SUPER_BYTES, check_packed, in_chunks, mx_decode, mx_encode, mx_format
 from dpfuse_kernels.mx_block import _element_ptr, _encode, _lost, _read, _scale_ptr
 from dpfuse_kernels.options import check_residual
@@ -91,22 +91,15 @@ def sum_quantized(parts: Tensor, out: Tensor, format: torch.dtype, residual: Ten
         return
     check_sum(parts, out, format, residual)
     blocks = out.numel() // SUPER_BYTES * (SUPER_BLOCK // BLOCK)
-    if not blocks:
-        return
-    constants = {
-        "RESIDUAL": residual is not None,
-        "E4M3": format == torch.float8_e4m3fn,
-        "CHUNK": DEFAULT.chunk,
-    }
     kept = 0 if residual is None else residual.data_ptr()
-    arguments = (parts.data_ptr(), out.data_ptr(), len(parts), blocks, 0, kept)
-    shared_dispatcher(out.device).launch(
-        (_sum_quantized_kernel, *constants.values()),
-        -(-blocks * BLOCK // DEFAULT.chunk),
-        arguments,
-        {},
-        constants.copy,
-        DEFAULT.warps,
+    launch_flat(
+        _sum_quantized_kernel,
+        out,
+        blocks * BLOCK,
+        (parts.data_ptr(), out.data_ptr(), len(parts), blocks, 0, kept),
+        DEFAULT,
+        RESIDUAL=residual is not None,
+        E4M3=format == torch.float8_e4m3fn,
     )
 
 

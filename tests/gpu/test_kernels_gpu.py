@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from dpfuse_kernels import PointerTable, Slot, SpoilTable, adamw_step, flatten, sum_parts, unflatten
-from dpfuse_kernels.adamw import GRADS, NARROW, adamw_step_reference
+from dpfuse_kernels.adamw import GRADS, NARROW
 from dpfuse_kernels.flatten import flatten_reference
 from dpfuse_kernels.spoil import spoil
 from dpfuse_kernels.sum_parts import sum_parts_reference
 from dpfuse_kernels.unflatten import unflatten_reference
-from tests.kernels.layouts import DTYPES, PAIRS, expected, guarded, same_bits
+from tests.kernels.layouts import DTYPES, PAIRS, adamw_step_reference, expected, guarded, same_bits
 
 pytestmark = [
     pytest.mark.gpu,

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
-from dpfuse_kernels import PointerTable, Slot
+from dpfuse_kernels import PointerTable, Slot, adamw_step
 from dpfuse_kernels.flatten import flatten, flatten_reference
 from dpfuse_kernels.unflatten import unflatten, unflatten_reference
 
@@ -34,6 +37,12 @@ class Backend:
 TRITON = Backend("triton", flatten, unflatten, truncates_bf16=True)
 REFERENCE = Backend("reference", flatten_reference, unflatten_reference, truncates_bf16=False)
 BACKENDS = (TRITON, REFERENCE)
+
+
+def adamw_step_reference(*tensors: Tensor, **settings: Any) -> None:
+    """`adamw_step` with torch's own operations, whatever the device and the environment."""
+    with mock.patch.dict(os.environ, DPFUSE_KERNELS="reference"):
+        adamw_step(*tensors, **settings)
 
 
 @dataclass(frozen=True)

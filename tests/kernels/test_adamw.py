@@ -15,8 +15,8 @@ from torch import Tensor
 
 import dpfuse_kernels
 from dpfuse_kernels import launcher
-from dpfuse_kernels.adamw import GRADS, NARROW, SHAPE, _adamw_kernel, _numbers, adamw_step, adamw_step_reference
-from tests.kernels.layouts import GUARD, POISON, same_bits
+from dpfuse_kernels.adamw import GRADS, NARROW, SHAPE, _adamw_kernel, _numbers, adamw_step
+from tests.kernels.layouts import GUARD, POISON, adamw_step_reference, same_bits
 
 both = pytest.mark.parametrize("update", [adamw_step, adamw_step_reference], ids=["triton", "reference"])
 Update = Callable[..., None]
@@ -263,10 +263,10 @@ def test_what_does_not_fit_is_named_and_nothing_is_written(update: Update, case:
 def test_the_public_name_chooses_by_device_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     called = []
     module = sys.modules["dpfuse_kernels.adamw"]
-    monkeypatch.setattr(module, "adamw_step_reference", lambda *_, **options: called.append(options["lr"]))
-    dpfuse_kernels.adamw_step(**tensors(), lr=0.5)
+    monkeypatch.setattr(module, "_step_reference", lambda *arguments: called.append(arguments[6].step_size))
+    dpfuse_kernels.adamw_step(**tensors(), lr=0.5, betas=(0.0, 0.0))
     monkeypatch.delenv("DPFUSE_KERNELS")
-    dpfuse_kernels.adamw_step(**tensors(), lr=0.25)
+    dpfuse_kernels.adamw_step(**tensors(), lr=0.25, betas=(0.0, 0.0))
     assert called == [0.25]
 
 

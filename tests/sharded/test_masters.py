@@ -10,9 +10,7 @@ from torch import nn, optim
 
 import dpfuse
 from dpfuse.sharded import elementwise_shard
-from dpfuse.sharded import one_pass as one_pass_module
 from dpfuse.sharded.one_pass import step_in_one_pass
-from dpfuse_kernels.adamw import adamw_step_reference
 from tests.sharded.against_ddp import DDP, bits_differ
 from tests.sharded.test_sizes import MADE, Kept, nbytes_of
 
@@ -122,7 +120,6 @@ def in_one_pass(rank, size):
         with (
             mock.patch.object(elementwise_shard, "takes_one_pass", lambda *_, one_pass=one_pass: one_pass),
             mock.patch.object(elementwise_shard, "step_in_one_pass", stepped),
-            mock.patch.object(one_pass_module, "adamw_step", adamw_step_reference),
         ):
             model = wrapped(Narrow())
             optimizer = dpfuse.ShardedOptimizer(model, optim.AdamW, **SETTINGS, master_dtype=torch.float32)
