@@ -16,19 +16,12 @@ __all__ = ["EXCLUSIONS", "Exclusion", "refuse"]
 
 @dataclass(frozen=True)
 class Exclusion:
-    """A row of the table: `one` excludes each of `others`.
-
-    Args:
-        one: a name.
-        others: names.
-        reason: why, as the end of a sentence.
-        remedy: sentences; `{option}` is the name of the option that is in use.
-    """
+    """A row of the table: `one` excludes each of `others`."""
 
     one: str
     others: tuple[str, ...]
-    reason: str
-    remedy: str
+    reason: str  # as the end of a sentence
+    remedy: str  # sentences; `{option}` is the name of the option that is in use
 
 
 OF_SUMS = ("deterministic", "accumulate_in_buckets", "error_feedback", "wire")

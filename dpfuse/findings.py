@@ -44,7 +44,6 @@ def say(code: str, text: str, level: Level) -> None:
     """Say what a check has found.
 
     Args:
-        code: of the finding.
         text: begins with the code; what was seen, what is expected, and the remedy.
         level: "raise" raises the worst findings and warns of the others, "warn" warns of all at the user's line, "log"
             writes them into a log.
@@ -71,13 +70,7 @@ class Findings:
         self._noted: set[str] = set()  # which does not keep them from being said
 
     def tell(self, code: str, text: str, level: Level) -> None:
-        """Say a finding as `say` does, unless this process has said so before.
-
-        Args:
-            code: of the finding.
-            text: without the code.
-            level: as that of `say`.
-        """
+        """Say a finding as `say` does, unless this process has said so before. The text is without the code."""
         if code not in self._said:
             self._said.add(code)
             say(code, f"{code}: {text} {PAGE.format(code=code)}", level)
@@ -89,12 +82,7 @@ class Findings:
             LOOP.info("%s: %s %s", code, text, PAGE.format(code=code), extra={"rank": rank})
 
     def log_failure(self, rank: int, error: Exception) -> None:
-        """Write into the same log that the check itself has failed, each time: it happens once for each model.
-
-        Args:
-            rank: of this process.
-            error: that a rule has raised.
-        """
+        """Write into the same log that a rule of the check has raised, each time: it happens once for each model."""
         place = traceback.extract_tb(error.__traceback__)[-1]
         LOOP.warning(
             "rank %d: the check of the training loop has failed with %s: %s (at %s:%d). Training goes on; from now on "

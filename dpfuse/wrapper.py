@@ -83,16 +83,6 @@ class Tuned(Protocol):
         """Return the recorded times and what became of the new buckets, as lines of text."""
 
 
-class _Table:
-    """The table of a plan, which is only made where a log shows it."""
-
-    def __init__(self, plan: BucketPlan) -> None:
-        self._plan = plan
-
-    def __str__(self) -> str:
-        return self._plan.explain()
-
-
 class _SetByConstructor:
     """Stands on the class for what the constructor puts into an instance, and raises where a subclass skipped that.
 
@@ -182,18 +172,16 @@ class SyncedModule(nn.Module):
             votes.agree_on_text("", group, "wrapping the module")
         else:
             self._sync.buffers.doubt()
-        rank = group.rank()
-        log.info("rank %d: %d buckets to start with\n%s", rank, len(plan.buckets), _Table(plan), extra={"rank": rank})
+        if log.isEnabledFor(logging.INFO):  # the table takes time to make
+            rank, count = group.rank(), len(plan.buckets)
+            log.info("rank %d: %d buckets to start with\n%s", rank, count, plan.explain(), extra={"rank": rank})
         # The hooks live on the parameters, which may outlive the wrapper and be wrapped again.
         self._finalizer = finalize(self, self._sync.remove_hooks)
         self._finalizer.atexit = False
         if fresh and os.environ.get(TRACE):
-            self._trace()
+            from dpfuse.trace.attachment import process_tracer
 
-    def _trace(self) -> None:
-        from dpfuse.trace.attachment import process_tracer
-
-        process_tracer().add(self)
+            process_tracer().add(self)
 
     def _make_sync(self, plan: BucketPlan, group: dist.ProcessGroup) -> ModuleSync:
         assert self._number is not None
@@ -831,9 +819,7 @@ def _refuse_no_sync(sync: ModuleSync, what: str) -> None:
 def _warn_of_wrappers_inside(module: nn.Module, ignored: Collection[str]) -> None:
     """Warn if something averages the gradients of `module`, or of a part of it, already.
 
-    Args:
-        module: what is wrapped now.
-        ignored: parameters that its wrapper leaves alone.
+    The wrapper that is being made leaves the parameters in `ignored` alone.
     """
     for name, inner in module.named_modules():
         if wrapper_of(inner) is None and not isinstance(inner, nn.parallel.DistributedDataParallel):
@@ -895,12 +881,8 @@ def wrappers_in(model: nn.Module) -> dict[str, SyncedModule]:
 def sync_of(model: SyncedModule, caller: str) -> ModuleSync | None:
     """Return what keeps the module the same on all ranks; None where the wrapper only passes calls through.
 
-    Args:
-        model: what a user passed.
-        caller: to which function.
-
     Raises:
-        TypeError: `model` is not one of dpfuse's wrappers.
+        TypeError: a user has passed something else to the function `caller`.
     """
     check_wrapped(model, caller)
     return model._sync
@@ -917,12 +899,7 @@ def loss_scale_of(model: SyncedModule) -> LossScale | None:
 
 
 def check_wrapped(model: object, caller: str) -> None:
-    """Raise TypeError unless `model` is one of dpfuse's wrappers.
-
-    Args:
-        model: what a user passed.
-        caller: the name of the function to which it was passed.
-    """
+    """Raise TypeError unless `model`, which a user has passed to the function `caller`, is one of dpfuse's wrappers."""
     if not isinstance(model, SyncedModule):
         inner = ", whose `_orig_mod` may be one" if inside_compiled(model) is not None else ""
         remedy = "the result of dpfuse.DistributedDataParallel(module) or dpfuse.DataParallel(module)"

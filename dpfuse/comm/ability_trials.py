@@ -27,10 +27,6 @@ def ask(group: dist.ProcessGroup, device: torch.device) -> Abilities:
 
     An ability counts if every rank has found it. The answer is logged, and later calls look it up. On CPUs there is
     nothing to ask.
-
-    Args:
-        group: process group.
-        device: of the gradients.
     """
     answers = answers_of(group)
     if device.type == "cuda" and device.type not in answers:

@@ -1,4 +1,7 @@
-"""The only file that calls a collective. Knows flat tensors and process groups, no parameter and no plan."""
+"""The only file that calls a collective. Knows flat tensors and process groups, no parameter and no plan.
+
+A function that starts a collective returns its work, which must be waited for.
+"""
 
 from __future__ import annotations
 
@@ -107,7 +110,7 @@ def _sends_cpu(group: dist.ProcessGroup) -> bool:
 
 
 def all_reduce(flat: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Start the SUM of `flat` over the ranks, in place; the returned work must be waited for.
+    """Start the SUM of `flat` over the ranks, in place.
 
     The group is called directly. The checks of `dist.all_reduce` cost as much as a small pack, and a flat
     buffer always passes them.
@@ -155,16 +158,12 @@ def is_in_order(device: torch.device, group: dist.ProcessGroup) -> bool:
 
 
 def all_reduce_together(sums: list[Tensor], scaled: list[Tensor], factor: float, group: dist.ProcessGroup) -> dist.Work:
-    """Start the SUM over the ranks of each of `sums`, and of `factor` times each of `scaled`, all in place.
+    """Start the SUM over the ranks of each of `sums`, and of `factor` times each of `scaled`, in place, as one work.
 
     Args:
         sums: contiguous tensors of one dtype and device, the same on all ranks.
         scaled: more of the same kind; both lists together hold at least one tensor.
         factor: multiplies `scaled` before the sum, in float32 for tensors of 16 bits.
-        group: process group.
-
-    Returns:
-        One work for all of them, which must be waited for.
     """
     first = (*scaled, *sums)[0]
     abilities = abilities_of(group, first.device)
@@ -269,9 +268,7 @@ def is_exact(factor: float, dtype: torch.dtype) -> bool:
 class _PythonWork(dist.Work):
     """A work of a group that is written in Python. As for torch's DDP, its future has the sum, which may lie elsewhere.
 
-    Args:
-        work: of the group.
-        flat: becomes the sum when the work is waited for the first time.
+    `flat` becomes the sum when the work is waited for the first time.
     """
 
     def __init__(self, work: dist.Work, flat: Tensor) -> None:
@@ -351,7 +348,7 @@ def all_gather(row: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
 
 
 def start_all_gather(row: Tensor, group: dist.ProcessGroup) -> tuple[list[Tensor], dist.Work]:
-    """Start `all_gather`, and return the tensors that it will fill and the work to wait for."""
+    """Start `all_gather`, and return the tensors that it will fill and the work."""
     rows = [torch.empty_like(row) for _ in range(group.size())]
     return rows, _called(group.allgather, [rows], [row], AllgatherOptions())
 
@@ -364,12 +361,8 @@ def start_all_to_all(
     Args:
         parts: flat; as long as this rank's part, times the number of ranks that send.
         flat: of the same dtype; empty on a rank that sends nothing.
-        group: the ranks.
         lengths: elements of each rank's part, the same on all ranks; empty if the parts are equally long.
         senders: the ranks that send; empty if all do. Then `lengths` must be given.
-
-    Returns:
-        The work, which must be waited for.
     """
     rank, size = group.rank(), group.size()
     received = [lengths[rank]] * size if lengths else []
@@ -383,27 +376,16 @@ def start_all_to_all(
 def start_reduce_scatter(own: Tensor, flat: Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Start to fill `own`, this rank's place in `flat`, with the sum of what all ranks have there.
 
-    Args:
-        own: flat; of `1 / ranks` of the elements of `flat`.
-        flat: the other places keep this rank's numbers.
-        group: the ranks; they can do that with tensors on this device.
-
-    Returns:
-        The work, which must be waited for.
+    It is `1 / ranks` of the elements. The other places keep this rank's numbers. The group must be able to do that with
+    tensors on this device.
     """
     return _called(group._reduce_scatter_base, own, flat, dist.ReduceScatterOptions())
 
 
 def start_all_gather_parts(flat: Tensor, bounds: Sequence[int], group: dist.ProcessGroup) -> dist.Work:
-    """Start to overwrite the parts of all other ranks in `flat` with theirs.
+    """Start to overwrite the parts of all other ranks in `flat` with theirs. This rank's part is in its place.
 
-    Args:
-        flat: this rank's part is in its place.
-        bounds: where each rank's part begins in `flat`, and where the last one ends; the same on all ranks.
-        group: the ranks.
-
-    Returns:
-        The work, which must be waited for.
+    `bounds` says where each rank's part begins in `flat`, and where the last one ends; the same on all ranks.
     """
     parts = [(rank, flat[begin:end]) for rank, (begin, end) in enumerate(pairwise(bounds)) if begin < end]
     starts = (start_broadcast(part, group, rank) for rank, part in parts)
@@ -457,7 +439,7 @@ def broadcast(tensor: Tensor, group: dist.ProcessGroup, source: int = 0) -> None
 
 
 def start_broadcast(tensor: Tensor, group: dist.ProcessGroup, source: int) -> dist.Work:
-    """Start `broadcast`, and return the work to wait for."""
+    """Start `broadcast`."""
     # The group is called directly: torch.distributed need not know it.
     options = dist.BroadcastOptions()
     options.rootRank = source

@@ -26,10 +26,7 @@ def call_when_landed(work: dist.Work, call: Callable[[], None]) -> None:
 
     A thread that still has to call into Python when Python ends aborts the whole process ("terminate called without
     an active exception"). So the end of the process waits for these threads.
-
-    Args:
-        work: a collective whose future is set by its back end, or a communication hook.
-        call: what to call; it should be short.
+    The back end, or a communication hook, sets the future of the work. The call should be short.
     """
 
     def landed(_future: object) -> None:

@@ -32,7 +32,6 @@ class FlatBroadcast:
 
     Args:
         tensors: of any dtypes, shapes and strides, on one device; these are the same on all ranks.
-        group: process group.
         writer: gets the tensors in some order, and returns what writes values in that order; None copies them.
 
     Attributes:
@@ -65,7 +64,7 @@ class FlatBroadcast:
         self._scalars: list[tuple[_Scalars, Tensor]] = []
         staged_at: dict[int, Tensor] = {}  # by the id of a tensor; equal tensors have equal values
         self._others: list[tuple[list[Tensor], list[Tensor]]] = []
-        targets: list[Tensor] = []
+        self._targets: list[Tensor] = []
         self._pieces: list[Tensor] = []
         self._sends = False
         self._pending: tuple[Tensor, dist.Work] | None = None  # what travels, started and not finished
@@ -81,18 +80,16 @@ class FlatBroadcast:
                 self._joined.append((same, staged))
             else:
                 self._others.append((pieces, same))
-            targets += same
+            self._targets += same
             self._pieces += pieces
             staged_at.update(zip(map(id, same), pieces, strict=True))
         self.values = [staged_at[id(tensor)] for tensor in tensors]
-        self._targets = targets
-        self._write = partial(_copy, targets) if writer is None else writer(targets)
+        self._write = partial(_copy, self._targets) if writer is None else writer(self._targets)
 
     def __call__(self, source: int = 0, *, wait: bool = True) -> None:
         """Overwrite the tensors with those of rank `source`.
 
         Args:
-            source: a rank of the group.
             wait: if False, that rank goes on while its bytes travel, on a CPU; its next call or its end waits.
         """
         self.start(source)

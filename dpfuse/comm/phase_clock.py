@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections import deque
+from functools import partial
 from threading import get_ident
 from time import perf_counter
 from typing import Any
@@ -19,7 +20,8 @@ NAMES = ("loader", "forward", "backward", "optimizer", "garbage collection", "wa
 LOADER, FORWARD, BACKWARD, OPTIMIZER, _COLLECTION, WAITING = range(len(NAMES))
 Sums = tuple[int, list[float]]  # after so many steps; seconds of each phase since the start
 KEPT = 64  # sums that the heartbeat has not taken
-# Sums between two heartbeats: above the first number they become half as many, up to the second twice as many.
+# The heartbeat takes sums now and then. If it finds more than MANY, the clock makes half as many from then on. If it
+# finds at most FEW, the clock makes twice as many.
 MANY, FEW = 16, 4
 RAREST = 1 << 16  # steps between two sums
 
@@ -28,37 +30,26 @@ class PhaseClock:
     """Adds up seconds by phase. At any time one phase runs; waiting and garbage collections in it are not its own.
 
     A step is a backward that synchronises. It ends at the same moment on all ranks, about. So from one to the next each
-    rank has the same time, and a rank that waits less was busy longer.
-
-    Args:
-        waited: seconds in which this rank has waited for its peers so far.
-
-    Attributes:
-        phase: the one that runs.
-        steps: that have ended.
+    rank has the same time, and a rank that waits less was busy longer. Everywhere `waited` is the seconds in which this
+    rank has waited for its peers so far.
     """
 
     def __init__(self, waited: float = 0.0) -> None:
-        self.phase = LOADER
-        self.steps = 0
+        self.phase = LOADER  # the one that runs
+        self.steps = 0  # that have ended
         self._thread = get_ident()
-        self._seconds = [0.0] * (_COLLECTION)
+        self._seconds = [0.0] * _COLLECTION
         self._collected = self._began = 0.0
         self._busy = perf_counter() - waited  # the time of the last change of phase, without waits and collections
         self._told = False  # whether an optimizer has ever told that it stepped
         self._every = 1  # steps; always a power of two, so that ranks with different ones have steps in common
         self._sums: deque[Sums] = deque(maxlen=KEPT)
-        callback = _Collections(self)
+        callback = partial(_collects, ref(self))
         gc.callbacks.append(callback)
-        finalize(self, callback.remove).atexit = False
+        finalize(self, _remove, callback).atexit = False
 
     def enter(self, phase: int, waited: float) -> None:
-        """From now on time belongs to this phase.
-
-        Args:
-            phase: it begins.
-            waited: seconds in which this rank has waited for its peers so far.
-        """
+        """From now on time belongs to this phase."""
         if phase == FORWARD:
             self._thread = get_ident()
         if self.phase == OPTIMIZER and self._told and phase in (FORWARD, BACKWARD):
@@ -103,17 +94,13 @@ class PhaseClock:
             self._began = 0.0
 
 
-class _Collections:
-    """What the garbage collector calls. It does not keep the clock."""
+def _collects(clock: ref[PhaseClock], moment: str, _info: dict[str, Any]) -> None:
+    """Tell a clock that a garbage collection begins or ends. This does not keep the clock."""
+    found = clock()
+    if found is not None:
+        found.collection(moment == "start")
 
-    def __init__(self, clock: PhaseClock) -> None:
-        self._clock = ref(clock)
 
-    def __call__(self, moment: str, _info: dict[str, Any]) -> None:
-        clock = self._clock()
-        if clock is not None:
-            clock.collection(moment == "start")
-
-    def remove(self) -> None:
-        if self in gc.callbacks:
-            gc.callbacks.remove(self)
+def _remove(callback: Any) -> None:
+    if callback in gc.callbacks:  # a program may have cleared the list
+        gc.callbacks.remove(callback)

@@ -42,15 +42,10 @@ MAX_TEXT = 64 << 20  # bytes; longer texts are refused before memory is reserved
 
 
 class Agreed(NamedTuple):
-    """In what ranks that agree on a text may differ.
+    """In what ranks that agree on a text may differ."""
 
-    Args:
-        ready: whether all ranks are.
-        numbers: of all ranks.
-    """
-
-    ready: bool
-    numbers: tuple[int, ...]
+    ready: bool  # whether all ranks are
+    numbers: tuple[int, ...]  # of all ranks
 
 
 def agree_on_text(
@@ -67,9 +62,7 @@ def agree_on_text(
 
     Args:
         text: canonical description, one fact per line.
-        group: the ranks that must agree.
         what: what the text describes, for the error.
-        remedy: what to do about a difference.
         ready: a fact of this rank, in which ranks may differ.
         number: another one, below 2**63.
         out_of_memory: whether the text is a failure for want of memory. The error is then of torch's class, too.
@@ -191,7 +184,6 @@ def order_tensors(
     Args:
         order: parameter indices in the order in which they became ready here; may leave some out.
         marks: ready marks of each parameter here, and what other numbers are to be compared.
-        group: the ranks.
     """
     device = collective.group_device(group)
     padded = [*order, *[-1] * (len(marks) - len(order))]

@@ -98,15 +98,12 @@ class Board:
 
     Attributes are assigned directly. An assignment takes some ten nanoseconds, and every step makes several.
 
-    Args:
-        rank: of this process in the group.
-        interruptible: the types of devices on which waiting for a work of this group can be interrupted.
-        stall_timeout: of the first wrapper, in seconds, while that wrapper is being made.
+    `stall_timeout` is that of the first wrapper, in seconds, while that wrapper is being made.
     """
 
     def __init__(self, rank: int = 0, interruptible: frozenset[str] = frozenset(), stall_timeout: float = inf) -> None:
         self.rank = rank
-        self.interruptible = interruptible
+        self.interruptible = interruptible  # types of devices on which waiting for a work can be interrupted
         self.one_machine = False  # whether all ranks of a group of several are on this machine
         # Written by the thread that trains.
         # Wrapper, what it does, synchronised backwards completed, the bucket last sent or waited for (-1: none). Each
@@ -132,13 +129,7 @@ class Board:
 
 
 class Track:
-    """What one wrapper writes on the board of its group.
-
-    Args:
-        board: None without a heartbeat; then the track writes on a board that nothing reads.
-        number: of the wrapper.
-        stall_timeout: of the wrapper, in seconds.
-    """
+    """What one wrapper writes on the board of its group. Without a board it writes on one that nothing reads."""
 
     def __init__(self, board: Board | None = None, number: int = 0, stall_timeout: float = inf) -> None:
         self._board = board or Board()
@@ -180,10 +171,6 @@ def leave(group_board: Board | None, error: BaseException) -> None:
 
     A peer that waits in a collective of the group then raises a DPFuseError that names this rank and `error`. This
     process goes on. Without a heartbeat nothing happens.
-
-    Args:
-        group_board: of the group; None without a heartbeat.
-        error: the reason.
     """
     heartbeat = None if group_board is None else group_board.heartbeat
     if heartbeat is not None:
@@ -194,8 +181,6 @@ def finish(work: dist.Work, board: Board | None, device: str = "cpu", *, last: b
     """Wait for a work as `work.wait()` does, but no longer than it can still succeed.
 
     Args:
-        work: of a collective.
-        board: of its group; None without a heartbeat.
         device: of its tensors, such as "cpu" or "cuda:1".
         last: whether no other collective follows for a while; the heartbeat then asks the device about this one.
 
@@ -233,10 +218,6 @@ def wait_for_first_rank(board: Board, section: int) -> None:
 
     Only the heartbeat tells of it, up to half a second later. No collective waits meanwhile, so none runs into its
     time limit.
-
-    Args:
-        board: of the group.
-        section: their number.
 
     Raises:
         DPFuseError: the first rank has ended, has left the group, or was silent for too long.
@@ -279,11 +260,8 @@ def describe_place(wrapper: int, doing: Doing, step: int, bucket: int, *, waits:
     """Return where a rank is, as the predicate of a sentence: "runs the forward of step 4".
 
     Args:
-        wrapper: its number.
-        doing: what the rank does with it.
         step: the synchronised backward that runs or comes next, from 1.
         bucket: the one last sent or waited for; -1 for none.
-        waits: whether the rank waits for its peers.
     """
     which = f" of wrapper {wrapper}" if wrapper else ""
     if waits:
@@ -349,11 +327,7 @@ def _error_of(failure: PeerFailure, board: Board) -> DPFuseError:
 
 
 class _DeviceProgress:
-    """Tells another thread whether the current CUDA device has run what was queued before the last `record`.
-
-    Attributes:
-        device: its index.
-    """
+    """Tells another thread whether the current CUDA device has run what was queued before the last `record`."""
 
     def __init__(self) -> None:
         self.device: int = torch._C._cuda_getDevice()
@@ -377,13 +351,8 @@ class _DeviceProgress:
 def _completion(work: dist.Work, device: str, board: Board) -> Callable[[], bool] | None:
     """Return a function that tells another thread whether the device has run the collectives up to `work`.
 
-    Args:
-        work: of a back end whose `wait()` only orders what follows on the device; it has been waited for.
-        device: type of the device of its tensors.
-        board: of the group; it keeps the event.
-
-    Returns:
-        The function; None while a CUDA graph is captured, because the collective does not run yet.
+    The work has been waited for, which only orders what follows on the device. The board keeps the event. While a CUDA
+    graph is captured, the collective does not run yet, and the result is None.
     """
     if device != "cuda":
         return work.is_completed

@@ -25,7 +25,6 @@ class StagedWork(dist.Work):
     Args:
         stages: yields each collective once it has started, and goes on when it was waited for. What it raises there,
             `wait` raises, each time.
-        count: of the collectives.
         late: whether the first one, too, starts when it is waited for; else it starts now.
         explain: returns what to raise for the error of a collective; None raises the error itself.
     """

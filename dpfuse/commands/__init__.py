@@ -2,5 +2,5 @@
 
 Read `command_line` first: flags and exit codes. It calls the files `*_command.py`, and `doctor/`. `user_model` finds
 the model that `dpfuse plan` shows. `replacement` acts in the processes of `dpfuse run`, where `startup.py` names it.
-`machine` and `report_folder` serve reports.
+`machine` serves reports.
 """

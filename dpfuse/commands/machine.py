@@ -1,4 +1,4 @@
-"""Facts about the machine and the software, for reports. Measures nothing."""
+"""Facts about the machine and the software, for reports."""
 
 from __future__ import annotations
 

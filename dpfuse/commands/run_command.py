@@ -58,10 +58,9 @@ def run(program: Program, ranks: int | None, options: Mapping[str, Any]) -> int:
     """Run a program with dpfuse in the place of torch's DistributedDataParallel.
 
     Args:
-        program: of the user.
         ranks: to start on this machine. None replaces this process by the program: it is a rank already, or the program
             starts its own ranks.
-        options: of each wrapper that is made, as those of `dpfuse.patch`.
+        options: of each wrapper that is made, as for `dpfuse.patch`.
 
     Returns:
         The launcher's exit code. Without `ranks` it does not return.

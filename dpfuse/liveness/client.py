@@ -23,12 +23,7 @@ MAX_REPORT = 64 << 10  # bytes
 
 
 class HeartbeatClient(Heartbeat):
-    """Connects to the server.
-
-    Args:
-        endpoint: where the server listens.
-        **others: as for `Heartbeat`.
-    """
+    """Connects to the server, which listens at `endpoint`. Other arguments are those of `Heartbeat`."""
 
     def __init__(self, endpoint: Endpoint, **others: Any) -> None:
         super().__init__(**others)

@@ -26,19 +26,14 @@ class ConnectionEndError(Exception):
 
 
 class Connection:
-    """Sends and receives, and never blocks.
-
-    Args:
-        connected: a connected socket; this object owns it from now on.
-        max_line: bytes of a line to receive.
-    """
+    """Sends and receives, and never blocks. It owns the connected socket from now on."""
 
     def __init__(self, connected: socket.socket, max_line: int = MAX_LINE) -> None:
         connected.setblocking(False)
         with suppress(OSError):
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket = connected
-        self.max_line = max_line
+        self.max_line = max_line  # bytes of a line to receive
         self._received = bytearray()
         self._unsent = bytearray()
 

@@ -17,7 +17,7 @@ from dpfuse.liveness.diagnosis import FAILED_GRACE, Diagnosis, EndKind
 from dpfuse.liveness.own_status import OwnStatus
 from dpfuse.liveness.requests import Requests
 
-__all__ = ["Consequences", "print_line"]
+__all__ = ["Consequences", "end_now", "print_line"]
 
 log = logging.getLogger("dpfuse.stall")
 
@@ -29,10 +29,7 @@ STUCK_GRACE = 2.0  # seconds that the thread that trains gets to end with an err
 class Consequences:
     """Acts in this process on findings. Only the heartbeat's thread calls the methods.
 
-    Args:
-        board: of the group.
-        own: status of this rank.
-        requests: of other threads. They know whether this rank has left its group, and pass on that there is a failure.
+    `requests` know whether this rank has left its group, and pass on that there is a failure.
     """
 
     def __init__(self, board: Board, own: OwnStatus, requests: Requests) -> None:
@@ -82,10 +79,15 @@ class Consequences:
 
     def _end_process(self, why: str) -> NoReturn:
         print_line(f"rank {self._board.rank} ends because it cannot go on: {why}")
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(Exception):
-                stream.flush()
-        os._exit(1)
+        end_now(1)
+
+
+def end_now(code: int) -> NoReturn:
+    """End this process with an exit code, and wait for no thread."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+    os._exit(code)
 
 
 def print_line(text: str) -> None:

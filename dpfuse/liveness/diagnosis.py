@@ -5,7 +5,7 @@ Knows no thread, no network and no process group.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import groupby
@@ -33,6 +33,7 @@ NORMAL_GRACE = 5.0  # the same for a rank that ended normally: its last data may
 WARN_AFTER = 10.0  # seconds of waiting
 MAX_TEXT = 400  # characters of a peer's text in a message
 MAX_LINES = 12  # of a report
+MAX_SPANS = 16  # of ranks in one line of it
 # The texts with which back ends report the end of a peer; the peer's own error says more.
 PEER_HAS_ENDED = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")
 
@@ -195,17 +196,13 @@ class Diagnosis:
 
 
 def judge(states: Mapping[int, RankState], *, whole_job: bool) -> Diagnosis | None:
-    """Return what to tell the ranks that wait, if one of them has waited for too long.
+    """Return what to tell the ranks that wait, if one of them has waited for too long; else None.
 
     A finding is fatal only if the wait cannot succeed. A rank that is alive and computes is waited for without limit.
 
     Args:
-        states: what is known of the ranks.
         whole_job: whether the group has all ranks of the job. In a smaller group, a rank that is blocked in a
             collective of the user may wait for a rank outside the group.
-
-    Returns:
-        The finding; None if no rank waits for long.
     """
     waiting = {rank: one.status for rank, one in states.items() if one.alive and one.status and one.status.waits}
     if not waiting:
@@ -330,8 +327,6 @@ def names(ranks: Collection[int]) -> str:
         else:
             spans.append([rank])
     texts = [str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}" for span in spans]
-    return f"rank{'s' * (len(ordered) > 1)} {', '.join(_first(texts, 16))}"
-
-
-def _first(names: Sequence[str], count: int) -> list[str]:
-    return [*names[:count], "…"] if len(names) > count else list(names)
+    if len(texts) > MAX_SPANS:
+        texts[MAX_SPANS:] = ["…"]
+    return f"rank{'s' * (len(ordered) > 1)} {', '.join(texts)}"

@@ -31,11 +31,7 @@ EXPLAIN_WITHIN = 2.0  # seconds to wait for the news of a peer's end after a col
 class Heartbeat:
     """What server and client share: the thread with its loop, and what other threads call.
 
-    Args:
-        board: of the group.
-        size: number of its ranks.
-        whole_job: whether the group has all ranks of the job.
-        alive: tells whether the group still exists.
+    `whole_job` says whether the group has all ranks of the job, and `alive` tells whether it still exists.
     """
 
     def __init__(self, board: Board, size: int, *, whole_job: bool, alive: Callable[[], bool]) -> None:
@@ -63,10 +59,9 @@ class Heartbeat:
         return self._thread.is_alive()
 
     def unannounced_end(self, code: int = 0) -> End:
-        """Return how this rank ends if it has announced nothing.
+        """Return how this rank ends, with an exit code, if it has announced nothing.
 
-        Args:
-            code: the exit code. With 0, an error that ended a forward counts, if the rank has done nothing since.
+        With the code 0, an error that ended a forward counts, if the rank has done nothing since.
         """
         forward_error = self._board.error if self._board.place[1] is Doing.FORWARD else ""
         error = f"exit code {code}" if code else forward_error
@@ -95,10 +90,6 @@ class Heartbeat:
         self._requests.stop()
         self._thread.join(1.0)
 
-    def abandon(self) -> None:
-        """In a fork, which has no such thread: close the connections, so that they end with the parent."""
-        self._close()
-
     def _run(self) -> None:
         try:
             self._loop()
@@ -106,9 +97,10 @@ class Heartbeat:
             print_line(f"the heartbeat of rank {self._rank} has stopped: {type(error).__name__}: {error}")
         finally:
             self._requests.release_announcer()
-            self._close()
+            self.close()
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Close the connections: at the end of the thread, or in a fork, which has no such thread."""
         self._board.heartbeat = None
         if self._selector.get_map() is None:
             return  # in a fork of a process whose heartbeat had ended

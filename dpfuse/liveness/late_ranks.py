@@ -33,13 +33,15 @@ SECONDS = 1.7  # at least, in a window
 COARSE = 8  # short blocks in a long one
 KEPT, IN_ALL = 256, 1 << 17  # steps of which some ranks have not told yet; what is kept of them, over ranks
 LEAST = 0.03  # of a step; a rank that is less late is not late
-OFTEN = 0.8  # of the blocks of a window
-SPREAD = 1.5  # times the spread of the blocks is the least lateness
-STEADY = 3.0  # the same where it is in several phases, as that of a rank which other programs hold up now and then
-ENDS = 0.5  # of what is needed to begin, below which it ends
-MAIN = 0.85  # of a lateness is in one phase; what is spread over phases may be a busy machine, and is watched longer
-ALSO = 0.25  # of a lateness is in a further phase, so that this is named, too
-DOUBLED = 2.0  # times the usual exposed communication is slow
+OFTEN = 0.8  # a rank is late in this part of the blocks of a window
+SPREAD = 1.5  # a rank is late by at least this many times the spread of the blocks
+# Other programs on a busy machine make a rank late in several phases, now and then. So a lateness in several phases is
+# watched longer, and must be this many times the spread of the blocks.
+STEADY = 3.0
+ENDS = 0.5  # a finding ends when the value falls below this part of what makes one begin
+MAIN = 0.85  # a lateness is in one phase if this part of it is there; else it is in several phases
+ALSO = 0.25  # a further phase is named, too, if this part of a lateness is there
+DOUBLED = 2.0  # communication is slow if each rank waits this many times as long as usual
 NOTICED = 0.08  # of a step; a smaller growth of communication is not told
 SLOWER = 1.1  # times the usual busy seconds: then the machines are slow, and not only the link
 USUAL = 512  # short blocks, of which the median is usual
@@ -53,23 +55,14 @@ DEVIATION = 1.4826  # of a normal distribution, in medians of absolute deviation
 
 @dataclass(frozen=True)
 class Late:
-    """Ranks that are late.
-
-    Args:
-        ranks: that are late together; mostly one.
-        phases: in which, the longest first.
-        since: the step, counted from 1.
-        seconds: that each of them is busy in a step beyond the median of the other ranks.
-        gain: seconds by which a step would be shorter without them, since then it waits for the slowest of the others.
-        step: seconds of a step.
-    """
+    """Ranks that are late together; mostly one."""
 
     ranks: tuple[int, ...]
-    phases: tuple[str, ...]
-    since: int
-    seconds: float
-    gain: float
-    step: float
+    phases: tuple[str, ...]  # the longest first
+    since: int  # the step, counted from 1
+    seconds: float  # for which each of them is busy in a step beyond the median of the other ranks
+    gain: float  # seconds by which a step would be shorter without them: it then waits for the slowest of the others
+    step: float  # seconds of a step
 
     def __str__(self) -> str:
         """A sentence without a full stop."""
@@ -103,21 +96,13 @@ class Late:
 
 @dataclass(frozen=True)
 class SlowLink:
-    """Communication that takes at least twice as long as usual, of which backward can only wait for the end.
+    """Communication that takes at least twice as long as usual, while backward waits for its end."""
 
-    Args:
-        since: the step, counted from 1.
-        seconds: that each rank waits in a step, at least.
-        usual: as it was before.
-        step: seconds of a step.
-        rank: at the end of that link; None if it cannot be told.
-    """
-
-    since: int
-    seconds: float
-    usual: float
-    step: float
-    rank: int | None
+    since: int  # the step, counted from 1
+    seconds: float  # for which each rank waits in a step, at least
+    usual: float  # the same before
+    step: float  # seconds of a step
+    rank: int | None  # at the end of that link; None if it cannot be told
 
     def __str__(self) -> str:
         """A sentence without a full stop."""
@@ -138,13 +123,6 @@ class SlowLink:
 class LateRanks:
     """Judges the seconds of all ranks.
 
-    Args:
-        size: number of ranks.
-
-    Attributes:
-        late: the ranks that are late now.
-        link: the communication that is slow now.
-
     Example:
         >>> ranks = LateRanks(2)
         >>> for step in range(1, 31):
@@ -154,9 +132,9 @@ class LateRanks:
         ['rank 1 is 10 ms (17%) late in forward since step 2; without it a step takes 0.83 of the time']
     """
 
-    size: int
-    late: Late | None = None
-    link: SlowLink | None = None
+    size: int  # number of ranks
+    late: Late | None = None  # now
+    link: SlowLink | None = None  # now
     _told: dict[int, dict[int, list[float]]] = field(default_factory=dict)  # by step and rank
     _step: int = 0  # the last one of which all have told
     _table: Numbers | None = None  # what they told then, [ranks, phases]
@@ -169,12 +147,7 @@ class LateRanks:
     _usual: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=USUAL))
 
     def add(self, rank: int, sums: Sequence[Any], rates: Sequence[Any] = ()) -> None:
-        """Take what a rank tells.
-
-        Args:
-            rank: its number.
-            sums: as `PhaseClock.taken` returns them.
-            rates: what `DeliveryRates.read` returns.
+        """Take what a rank tells: what its `PhaseClock.taken` and `DeliveryRates.read` have returned.
 
         Raises:
             ValueError: they are not what a clock can show.
@@ -292,11 +265,7 @@ class LateRanks:
 
 
 class _Window:
-    """The newest blocks of steps.
-
-    Args:
-        count: short blocks of which each block is made.
-    """
+    """The newest blocks of steps. Each block is made of `count` short ones."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -329,9 +298,7 @@ class _Window:
         """Return which ranks are late, if any are. `spread_out`: also those that are late in several phases."""
         if not self._is_full:
             return None
-        table = np.stack([each for *_, each in self._blocks])  # [blocks, ranks, phases]
-        busy = table[:, :, :WAITING].sum(2)
-        step = float(np.median(table.sum(2).mean(1)))
+        table, busy, step = self._read()
         medians = np.median(busy, 0)
         order = np.argsort(-medians)
         gaps = -np.diff(medians[order])[: max(1, len(order) // 2)]
@@ -360,20 +327,23 @@ class _Window:
         """Return for what part of a step these ranks are busy longer than others now; -inf if too few blocks tell."""
         if not self._is_full:
             return -inf
-        table = np.stack([each for *_, each in self._blocks])
-        busy = table[:, :, :WAITING].sum(2)
+        _, busy, step = self._read()
         others = [rank for rank in range(busy.shape[1]) if rank not in late.ranks]
         more = busy[:, late.ranks].min(1) - np.median(busy[:, others], 1)
-        return float(np.median(more) / np.median(table.sum(2).mean(1)))
+        return float(np.median(more)) / step
 
     def exposed(self) -> tuple[Numbers, Numbers, float]:
         """Return, of a step, seconds that all ranks wait at least, those in which the median rank is busy, and all.
 
         The first two are of each block, and the last is the median of the blocks.
         """
+        table, busy, step = self._read()
+        return table[:, :, WAITING].min(1), np.median(busy, 1), step
+
+    def _read(self) -> tuple[Numbers, Numbers, float]:
+        """Return the seconds of a step: [blocks, ranks, phases], the busy ones [blocks, ranks], and the median."""
         table = np.stack([each for *_, each in self._blocks])
-        busy = np.median(table[:, :, :WAITING].sum(2), 1)
-        return table[:, :, WAITING].min(1), busy, float(np.median(table.sum(2).mean(1)))
+        return table, table[:, :, :WAITING].sum(2), float(np.median(table.sum(2).mean(1)))
 
     def began(self, values: Numbers) -> int:
         """Return the first step of the block from which on these values, one of each block, are large."""

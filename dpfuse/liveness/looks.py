@@ -22,9 +22,7 @@ SHOWN = 4  # groups of ranks
 def look(board: Board, phase: int) -> dict[str, int]:
     """Return at which lines of the user's source the thread that trains was in a phase, and how often.
 
-    Args:
-        board: of the group; its clock tells which phase runs.
-        phase: by its number.
+    The clock of the board tells which phase runs.
     """
     seen: Counter[str] = Counter()
     for _ in range(TIMES):
@@ -35,13 +33,7 @@ def look(board: Board, phase: int) -> dict[str, int]:
 
 
 class Looks:
-    """What the ranks have seen of one phase.
-
-    Args:
-        phase: by its number.
-        late: the ranks that are late in it.
-        size: number of ranks.
-    """
+    """What the ranks have seen of one phase, in which some of them are late."""
 
     def __init__(self, phase: int, late: tuple[int, ...], size: int) -> None:
         self.phase = phase

@@ -21,9 +21,6 @@ IDLE_CPU = 0.02  # seconds of processor time between two updates up to which a t
 class OwnStatus:
     """Finds out what this rank does. Only the heartbeat's thread calls the methods.
 
-    Args:
-        board: of the group.
-
     Attributes:
         status: as of the last update. Other threads read it, too.
         place: where this rank was at the last update. It differs after each move and each wait.

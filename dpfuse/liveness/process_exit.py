@@ -6,12 +6,11 @@ import atexit
 import gc
 import os
 import sys
-from contextlib import suppress
 from multiprocessing import util
 from types import TracebackType
-from typing import NoReturn
 
 from dpfuse.comm.waiting import forget_unfinished_works, has_unfinished_works
+from dpfuse.liveness.consequences import end_now
 from dpfuse.liveness.diagnosis import end_with
 from dpfuse.liveness.heartbeat import Heartbeat
 
@@ -58,10 +57,7 @@ def announce_error(error: BaseException) -> None:
 def announce_exit(code: int = 0) -> None:
     """Tell the peers that this process ends, unless an error was announced, and stop all heartbeats.
 
-    The caller then ends the process.
-
-    Args:
-        code: the exit code.
+    The caller then ends the process with this exit code.
     """
     global _caller_exits
     _caller_exits = True
@@ -95,24 +91,17 @@ def _at_exit() -> None:
         return
     if has_unfinished_works():
         # Python would now wait for threads of the back end, which wait for a peer that does not answer.
-        _end(1)
+        end_now(1)
     if _code and not hasattr(sys, "ps1"):  # an interactive session goes on after an error
         # Other functions are to be called first. Then Python collects garbage, and takes its modules apart. There it
         # may wait for threads of the back end, which wait for Python's lock or for a peer.
         gc.enable()
-        gc.callbacks.append(lambda _phase, _info: _end(_code) if sys.is_finalizing() else None)
-
-
-def _end(code: int) -> NoReturn:
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(code)
+        gc.callbacks.append(lambda _phase, _info: end_now(_code) if sys.is_finalizing() else None)
 
 
 def _forget() -> None:
     """In a fork: the threads and works belong to the parent."""
     for heartbeat in _heartbeats:
-        heartbeat.abandon()
+        heartbeat.close()
     _heartbeats.clear()
     forget_unfinished_works()

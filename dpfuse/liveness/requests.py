@@ -24,15 +24,11 @@ class Requests:
 
     Other threads call `announce`, `ask` and `stop`, and the heartbeat's thread the rest. Any thread may call `own_end`.
 
-    Args:
-        selector: of the heartbeat's thread. It gets a socket, which is closed with all others that are registered.
-
-    Attributes:
-        stopping: whether the heartbeat's thread must end.
+    The selector of the heartbeat's thread gets a socket, which is closed with all others that are registered.
     """
 
     def __init__(self, selector: selectors.BaseSelector) -> None:
-        self.stopping = False
+        self.stopping = False  # whether the heartbeat's thread must end
         self._waker, woken = socket.socketpair()
         for end in (self._waker, woken):
             end.setblocking(False)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hmac
 import logging
 import selectors
-import socket
 from contextlib import suppress
 from dataclasses import replace
 from time import monotonic
@@ -45,10 +44,7 @@ class _Peer:
 class HeartbeatServer(Heartbeat):
     """Accepts the connections of the other ranks.
 
-    Args:
-        size: number of ranks.
-        endpoint: with its listeners; the server owns them from now on.
-        **others: as for `Heartbeat`.
+    It owns the listeners of `endpoint` from now on. Other arguments are those of `Heartbeat`.
     """
 
     def __init__(self, size: int, endpoint: Endpoint, **others: Any) -> None:
@@ -67,11 +63,10 @@ class HeartbeatServer(Heartbeat):
             self._selector.register(listener, selectors.EVENT_READ, self._accept)
 
     def _accept(self, listener: Any) -> None:
-        with suppress(OSError):  # the caller has hung up already, or this process may open no more files
+        try:
             connected, _ = listener.accept()
-            self._add_unknown(connected)
-
-    def _add_unknown(self, connected: socket.socket) -> None:
+        except OSError:  # the caller has hung up already, or this process may open no more files
+            return
         if len(self._unknown) >= MAX_UNKNOWN + self._size:
             connected.close()
             return
@@ -154,7 +149,7 @@ class HeartbeatServer(Heartbeat):
             return
         if error.closed:
             self._note_end(rank, peer, End(EndKind.FAILED))
-        elif error.__cause__ is None or not isinstance(error.__cause__, OSError):
+        elif not isinstance(error.__cause__, OSError):
             peer.status = None  # it sent an invalid message: nothing is known of it, and it is never called silent
 
     def _note_end(self, rank: int, peer: _Peer, end: End) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from functools import partial
 
 import torch.distributed as dist
 
@@ -20,16 +21,10 @@ __all__ = ["start_heartbeat"]
 
 
 def start_heartbeat(group: dist.ProcessGroup, stall_timeout: float) -> Board:
-    """Start the heartbeat of a group, unless it has one; to be called on all its ranks.
+    """Start the heartbeat of a group, unless it has one, and return its board; to be called on all its ranks.
 
     A group of one rank gets a board, but no heartbeat. So does a group whose first rank cannot listen; it prints why.
-
-    Args:
-        group: process group.
-        stall_timeout: of the wrapper that is being made, in seconds.
-
-    Returns:
-        The board of the group.
+    `stall_timeout` is that of the wrapper that is being made, in seconds.
     """
     board = board_of(group)
     if board is not None:
@@ -50,7 +45,7 @@ def start_heartbeat(group: dist.ProcessGroup, stall_timeout: float) -> Board:
     if not text:
         return board
     whole_job = dist.is_initialized() and size == dist.get_world_size()
-    alive = _Alive(group)
+    alive = partial(_exists, weakref.ref(group), is_registered(group))
     heartbeat: Heartbeat
     if endpoint is not None:
         heartbeat = HeartbeatServer(size, endpoint, board=board, whole_job=whole_job, alive=alive)
@@ -62,13 +57,7 @@ def start_heartbeat(group: dist.ProcessGroup, stall_timeout: float) -> Board:
     return board
 
 
-class _Alive:
-    """Tells whether a group still exists and was not destroyed. Does not keep the group alive."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = weakref.ref(group)
-        self._registered = is_registered(group)
-
-    def __call__(self) -> bool:
-        group = self._group()
-        return group is not None and (not self._registered or is_registered(group))
+def _exists(group: weakref.ref[dist.ProcessGroup], registered: bool) -> bool:
+    """Whether a group still exists and was not destroyed; `registered`: torch knew it at the start."""
+    found = group()
+    return found is not None and (not registered or is_registered(found))

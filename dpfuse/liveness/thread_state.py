@@ -30,11 +30,7 @@ class ThreadState(NamedTuple):
 
 
 def thread_state(thread: int) -> ThreadState:
-    """Return what a thread does.
-
-    Args:
-        thread: its identifier.
-    """
+    """Return what the thread with this identifier does."""
     stack = _stack(thread)
     call = _collective(stack)
     for file, line, function in stack:

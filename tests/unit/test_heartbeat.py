@@ -322,7 +322,7 @@ def test_a_fork_can_abandon_a_heartbeat_that_has_ended():
     made = Job(2)
     for beat in made.beats:
         beat.stop()
-        beat.abandon()
+        beat.close()
         assert not beat.beats
 
 
@@ -367,7 +367,7 @@ def test_in_a_large_group_the_longer_interval_is_not_silence():
     for size, silence in ((2, 12.0), (512, 12.0), (5120, 7.5)):  # 5120 ranks send one heartbeat in five seconds
         beat = HeartbeatServer(size, Endpoint("", ()), **common)
         assert beat._silence(now=112.0, heard=100.0) == pytest.approx(silence)
-        beat.abandon()
+        beat.close()
 
 
 def test_a_move_resets_the_age_of_the_status():

@@ -22,10 +22,10 @@ from dpfuse.commands.doctor.findings import findings_of, remarks_of
 from dpfuse.commands.doctor.numbers import EXACT_RANKS, judge
 from dpfuse.commands.doctor.page import page
 from dpfuse.commands.doctor.report import DoctorReport
+from dpfuse.commands.doctor.report_folder import REPORT, make_folder
 from dpfuse.commands.doctor.runs import TITLES, Plan, Run, run_once
 from dpfuse.commands.doctor.speed import ADVISED, COMPARED, measure, to_try
 from dpfuse.commands.doctor.summary import summary
-from dpfuse.commands.report_folder import REPORT, make_folder
 from dpfuse.commands.run_command import Program
 from dpfuse.errors import DPFuseError
 

@@ -1,4 +1,4 @@
-"""The folder of a command's results, made before anything is measured. Imports no torch."""
+"""The folder of the report, made before anything is measured. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ REPORT = "report.json"
 
 
 def make_folder(path: Path) -> None:
-    """Make the folder of the report, before anything is measured.
+    """Make the folder of the report.
 
     Raises:
         DPFuseError: the folder cannot be made, or a report cannot be written into it.
