@@ -152,7 +152,7 @@ def time_launches(device: str, *, rounds: int, calls: int = CALLS) -> dict[str, 
     return {
         name: {
             "seconds": [seconds for seconds, _ in pairs],
-            "launches": data[name].table.launcher.launches,
+            "launches": data[name].table.launcher.dispatcher.launches,
             "bound": data[name].table.launcher.dispatcher.bound_launches,
         }
         for name, pairs in times.items()

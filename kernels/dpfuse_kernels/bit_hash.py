@@ -162,7 +162,7 @@ class BitHashTable:
         self.dispatcher = Dispatcher(device)
         step = 4 * chunk
         rows: list[tuple[int, int, int]] = []
-        self._ranges: list[range] = []  # the rows of each group
+        self.ranges: list[range] = []  # the rows of each group
         for group in self.groups:
             before = len(rows)
             rows += [
@@ -170,7 +170,7 @@ class BitHashTable:
                 for tensor, start, length in group
                 for first in range(start, start + length, step)
             ]
-            self._ranges.append(range(before, len(rows)))
+            self.ranges.append(range(before, len(rows)))
         self._host_rows = rows
         self._inside = [list(dict.fromkeys(piece.tensor for piece in group)) for group in self.groups]
         self._addresses = [0] * len(self.nbytes)
@@ -189,10 +189,6 @@ class BitHashTable:
     def state(self) -> Tensor:
         """What a launch adds up: a sum and a count, [2] int32, on the device."""
         return torch.zeros(2, dtype=torch.int32, device=self.device)
-
-    def rows_of(self, group: int) -> range:
-        """Return the rows of a group."""
-        return self._ranges[group]
 
     def addresses(self, group: int, tensors: Mapping[int, Tensor]) -> list[int]:
         """Return the addresses of all tensors, those of a group as they are now; 0 where there is none.
@@ -240,7 +236,7 @@ def bit_hash(table: BitHashTable, group: int, tensors: Mapping[int, Tensor], see
     if not chooses_triton(table.device):
         bit_hash_reference(table, group, tensors, seed, pairs)
         return
-    rows = table.rows_of(group)
+    rows = table.ranges[group]
     copy = table.ring.device_copy(table.addresses(group, tensors))
     table.dispatcher.launch(
         (_bit_hash_kernel, pairs.dtype),
@@ -259,16 +255,6 @@ def bit_hash_reference(
     """Hash with torch's own operations, on any device. The result equals that of `bit_hash`.
 
     Arguments are those of `bit_hash`.
-
-    Example:
-        >>> import torch
-        >>> from dpfuse_kernels.bit_hash import BitHashTable, Piece
-        >>> table = BitHashTable([8], [[Piece(0, 0, 8)]], torch.device("cpu"))
-        >>> one, other = torch.zeros(32, 2), torch.zeros(32, 2)
-        >>> bit_hash_reference(table, 0, {0: torch.tensor([1.0, 2.0])}, 1, one)
-        >>> bit_hash_reference(table, 0, {0: torch.tensor([2.0, 1.0])}, 1, other)
-        >>> torch.equal(one, other)
-        False
     """
     total = torch.zeros((), dtype=torch.int64, device=pairs.device)
     for index, start, nbytes in table.groups[group]:

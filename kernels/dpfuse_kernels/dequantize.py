@@ -108,16 +108,6 @@ def dequantize_reference(
     """Unpack with torch's own operations, on any device. The result equals that of `dequantize`.
 
     Arguments and errors are those of `dequantize`.
-
-    Example:
-        >>> from dpfuse_kernels import MxTable, Slot, mx_bytes
-        >>> flat = torch.zeros(mx_bytes(3), dtype=torch.uint8)
-        >>> flat[:3], flat[512] = torch.tensor([126, 168, 48]), 128
-        >>> table = MxTable(flat, [Slot("a", 0, (3,), (1,))], torch.float32, torch.float8_e4m3fn)
-        >>> tensor = torch.empty(3)
-        >>> dequantize_reference(table, [tensor], scale=0.5)
-        >>> tensor.tolist()
-        [448.0, -0.25, 0.5]
     """
     stage = table.stage
     with stage.gaps_kept():

@@ -301,14 +301,6 @@ def flatten_reference(
     """Pack `tensors` with torch's own operations, on any device. The result equals that of `flatten`.
 
     Arguments and errors are those of `flatten`; the host reads `factor`.
-
-    Example:
-        >>> from dpfuse_kernels import PointerTable, Slot
-        >>> slots = [Slot("a", 0, (3,), (1,)), Slot("b", 4, (2,), (1,))]
-        >>> table = PointerTable(torch.full((6,), 9.0), slots, torch.float32)
-        >>> flatten_reference([torch.tensor([1.0, 2.0, 3.0]), torch.tensor([4.0, 5.0])], table, scale=0.5)
-        >>> table.flat
-        tensor([0.5000, 1.0000, 1.5000, 9.0000, 2.0000, 2.5000])
     """
     tensors = list(tensors)
     check_options(table, factor, residual)

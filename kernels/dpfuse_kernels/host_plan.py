@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dpfuse_kernels.entries import Entries
-from dpfuse_kernels.layout import Layout, Slot
+from dpfuse_kernels.layout import Layout, Slot, gaps_of
 
 __all__ = ["HostPlan"]
 
@@ -371,10 +371,6 @@ def _stretches(table: Layout, small: list[int]) -> list[_Stretch]:
         start = table.slots[group[0]].offset
         last = table.slots[group[-1]]
         flat = table.flat[start : last.offset + last.numel]
-        free = torch.ones(flat.numel(), dtype=torch.bool, device="cpu")
-        for i in group:
-            slot = table.slots[i]
-            free[slot.offset - start : slot.offset - start + slot.numel] = False
-        padding = free.nonzero().view(-1).to(flat.device)
-        stretches.append(_Stretch(flat, padding if padding.numel() else None, tuple(group), start))
+        padding = gaps_of(flat, [table.slots[i] for i in group], start)
+        stretches.append(_Stretch(flat, padding, tuple(group), start))
     return stretches

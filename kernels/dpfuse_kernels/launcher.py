@@ -93,12 +93,7 @@ def triton_dtype(dtype: torch.dtype) -> Any:
 def chunk_rows(table: Layout, chunk: int) -> torch.Tensor:
     """Return for each program: tensor index, first element in the tensor, number of elements, offset in flat.
 
-    Args:
-        table: the layout.
-        chunk: elements per program.
-
-    Returns:
-        [programs, 4] int64, on the CPU.
+    A program has at most `chunk` elements. The result is [programs, 4] int64, on the CPU.
 
     Example:
         >>> from dpfuse_kernels import Slot
@@ -117,9 +112,6 @@ def chunk_rows(table: Layout, chunk: int) -> torch.Tensor:
 
 class Dispatcher:
     """Launches kernels on one device. Triton's dispatcher is skipped from the second launch of the same kind on.
-
-    Args:
-        device: of all tensors.
 
     Attributes:
         launches: number of kernels launched.
@@ -186,9 +178,7 @@ class Dispatcher:
     ) -> Repeatable | None:
         """Return the launch that was just made with these arguments, if it can be repeated.
 
-        Args:
-            key, programs, arguments: of that launch.
-            copied: the addresses that the kernel reads.
+        `copied` has the addresses that the kernel read.
         """
         bound = self._bound.get(key)
         whole = None if bound is None else bound.whole(arguments)
@@ -231,13 +221,6 @@ class Repeatable(NamedTuple):
     copied: Entry  # the copy on the device of the addresses that the kernel reads
     addresses: list[int]  # these addresses
     stream: int  # the handle of the stream of the launch, which is ordered after the upload of that copy
-
-
-class _Repeatable(NamedTuple):
-    """A launch over a table that can be made again."""
-
-    scale: float
-    call: Repeatable
 
 
 @cache
@@ -284,8 +267,9 @@ class Launcher:
 
     Attributes:
         ring: the device copies of address lists; `ring.uploads` counts the host-to-device copies.
-        dispatcher: launches them, and counts.
-        repeatable: by kernel, its last launch over all chunks without extras and options, if it can be made again.
+        dispatcher: launches them, and counts in `dispatcher.launches`.
+        repeatable: by kernel, the scale and its last launch over all chunks without extras and options, if it can be
+            made again.
 
     Raises:
         ValueError: A CUDA graph is being captured.
@@ -306,12 +290,7 @@ class Launcher:
         self._programs = range(len(self._rows))
         self._scale, self._scale_bits = 1.0, double_bits(1.0)
         self.ring = AddressRing(len(table.slots), device)
-        self.repeatable: dict[Any, _Repeatable | None] = {}
-
-    @property
-    def launches(self) -> int:
-        """Number of kernels launched."""
-        return self.dispatcher.launches
+        self.repeatable: dict[Any, tuple[float, Repeatable] | None] = {}
 
     @property
     def programs(self) -> int:
@@ -367,7 +346,7 @@ class Launcher:
         self.dispatcher.launch(key, len(programs), arguments, pointers, constants, self.shape.warps)
         if programs is self._programs and not any((*arguments[len(ARGUMENTS) :], *options.values())):
             call = self.dispatcher.repeatable(key, len(programs), arguments, self.ring.latest)
-            self.repeatable[kernel] = None if call is None else _Repeatable(scale, call)
+            self.repeatable[kernel] = None if call is None else (scale, call)
 
 
 def interpreting(compiled: Any) -> bool:

@@ -173,13 +173,27 @@ class Layout:
     @cached_property
     def _gaps(self) -> Tensor | None:
         """Indices of the elements of `flat` that belong to no slot; None if there are none."""
-        end = 0
-        gaps: list[int] = []
-        for slot in sorted(self.slots, key=lambda slot: slot.offset):
-            gaps += range(end, slot.offset)
-            end = max(end, slot.offset + slot.numel)
-        gaps += range(end, self.flat.numel())
-        return torch.tensor(gaps, device=self.flat.device) if gaps else None
+        return gaps_of(self.flat, self.slots)
+
+
+def gaps_of(flat: Tensor, slots: Iterable[Slot], start: int = 0) -> Tensor | None:
+    """Return the indices of the elements of `flat` that belong to no slot; None if there are none.
+
+    Args:
+        flat: the part of a buffer that begins at its element `start`.
+        slots: those in it.
+
+    Example:
+        >>> gaps_of(torch.zeros(5), [Slot("a", 11, (2,), (1,)), Slot("b", 14, (1,), (1,))], start=10)
+        tensor([0, 3])
+    """
+    end = 0
+    gaps: list[int] = []
+    for slot in sorted(slots, key=lambda slot: slot.offset):
+        gaps += range(end, slot.offset - start)
+        end = max(end, slot.offset - start + slot.numel)
+    gaps += range(end, flat.numel())
+    return torch.tensor(gaps, device=flat.device) if gaps else None
 
 
 def can_be_turned(shape: Sequence[int]) -> bool:

@@ -101,14 +101,6 @@ def multiply_reference(tensors: Sequence[Tensor | None], table: PointerTable, fa
     """Multiply with torch's own operations, on any device. Tensors that fill the buffer take one operation.
 
     Arguments and errors are those of `multiply`.
-
-    Example:
-        >>> from dpfuse_kernels import PointerTable, Slot
-        >>> table = PointerTable(torch.zeros(4), [Slot("a", 0, (3,), (1,))], torch.float32)
-        >>> gradient = torch.tensor([1.0, 2.0, 3.0])
-        >>> multiply_reference([gradient], table, torch.tensor(0.5))
-        >>> gradient
-        tensor([0.5000, 1.0000, 1.5000])
     """
     tensors = list(tensors)
     factor = factor.to(torch.float64 if table.dtype == torch.float64 else torch.float32)

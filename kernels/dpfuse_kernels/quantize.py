@@ -169,14 +169,6 @@ def quantize_reference(
     """Pack `tensors` with torch's own operations, on any device. The bytes equal those of `quantize`.
 
     Arguments and errors are those of `quantize`; the host reads `factor`.
-
-    Example:
-        >>> from dpfuse_kernels import MxTable, Slot, mx_bytes
-        >>> flat = torch.zeros(mx_bytes(3), dtype=torch.uint8)
-        >>> table = MxTable(flat, [Slot("a", 0, (3,), (1,))], torch.float32, torch.float8_e4m3fn)
-        >>> quantize_reference([torch.tensor([896.0, -0.5, 1.0])], table)
-        >>> flat[:4].tolist(), flat[512].item()
-        ([126, 168, 48, 0], 128)
     """
     check_options(table, factor, residual)
     stage, flat = table.stage, table.flat

@@ -19,12 +19,6 @@ def launch_again(kernel: Callable[..., None], tensors: list[Tensor | None], tabl
     That is the usual call of a settled model, which comes here for each bucket of each step. So all is compared in one
     function: it takes less than half the time of the checks and the launch that it stands for.
 
-    Args:
-        kernel: over all slots, without any option.
-        tensors: one per slot.
-        table: the layout.
-        scale: the factor.
-
     Returns:
         Whether it was launched. If not, the tensors are still to be checked.
     """
@@ -32,15 +26,18 @@ def launch_again(kernel: Callable[..., None], tensors: list[Tensor | None], tabl
         return False
     launcher = table.launcher
     last = launcher.repeatable.get(kernel)
-    if last is None or last.scale != scale or table.flat.data_ptr() != table.address:
+    if last is None:
+        return False
+    last_scale, call = last
+    if last_scale != scale or table.flat.data_ptr() != table.address:
         return False
     found: list[Tensor] = tensors  # type: ignore[assignment]
     try:
-        if list(map(_address_of, found)) != last.call.addresses:
+        if list(map(_address_of, found)) != call.addresses:
             return False
     except (TypeError, RuntimeError):  # None and sparse tensors have no address
         return False
     # Tensors with addresses that have passed all checks pass them again.
     if not (table.seen.like(found) or table.are_views(found)):
         return False
-    return launcher.dispatcher.repeat(last.call)
+    return launcher.dispatcher.repeat(call)

@@ -120,7 +120,7 @@ class SpoilTable:
         self.triton: bool | None = None
         self._found: list[int] | None = None  # addresses of the last call's tensors, if all were as described
         self._seen = Seen()  # what these tensors were like
-        self._repeated: tuple[tuple[Any, ...], Repeatable] | None = None  # what the last launch read, and it
+        self.repeated: tuple[tuple[Any, ...], Repeatable] | None = None  # what the last launch read, and it
 
     @cached_property
     def rows(self) -> Tensor:
@@ -165,34 +165,25 @@ class SpoilTable:
             if tensor is not None and self._is_as_described(tensor, numel):
                 addresses[-1] = tensor.data_ptr()
             elif tensor is not None:
-                others += self._parts_of(place, tensor)
+                others += self.parts_of(place, tensor)
         self._found = None if others else addresses
         present = [tensor for tensor in tensors if tensor is not None]
         if not others and len(present) == len(tensors):
             self._seen.remember(present)
         return addresses, others
 
-    def _parts(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
-        """Return what is filled of these tensors: views of them where the table has spans."""
-        return [
-            part for place, tensor in enumerate(tensors) if tensor is not None for part in self._parts_of(place, tensor)
-        ]
-
-    def _parts_of(self, place: int, tensor: Tensor) -> list[Tensor]:
+    def parts_of(self, place: int, tensor: Tensor) -> list[Tensor]:
+        """Return what is filled of a tensor: views of it where the table has spans."""
         if self.spans is None:
             return [tensor]
         return [tensor[first : first + numel] for first, numel in self.spans[place]]
 
     def _repeat(self, addresses: list[int], read: tuple[Any, ...]) -> bool:
         """Launch the last launch again if it was for the same addresses and read the same; return whether it was."""
-        last = self._repeated
+        last = self.repeated
         if last is None or last[1].addresses is not addresses:
             return False
         return last[0] == read and self.dispatcher.repeat(last[1])
-
-    def _launched(self, read: tuple[Any, ...], call: Repeatable | None) -> None:
-        """Note a launch for `_repeat`."""
-        self._repeated = None if call is None else (read, call)
 
     def _constants(self, pair: torch.dtype) -> dict[str, Any]:
         """Return the compile-time arguments of the kernel, for pairs of this dtype."""
@@ -274,7 +265,8 @@ def spoil(
     arguments = (pairs.data_ptr(), uploaded.data_ptr(), rows.data_ptr(), len(rows), pairs.numel() // 2, *copied)
     constants = partial(table._constants, pairs.dtype)
     table.dispatcher.launch(key, programs, arguments, {1: uploaded, 2: rows}, constants, WARPS)
-    table._launched(read, table.dispatcher.repeatable(key, programs, arguments, table.ring.latest))
+    call = table.dispatcher.repeatable(key, programs, arguments, table.ring.latest)
+    table.repeated = None if call is None else (read, call)
 
 
 @torch.no_grad()
@@ -284,15 +276,9 @@ def spoil_reference(
     """Fill with torch's own operations, for tensors of any layout. The result equals that of `spoil`.
 
     Arguments are those of `spoil`.
-
-    Example:
-        >>> from dpfuse_kernels.spoil import SpoilTable
-        >>> gradient = torch.ones(2)
-        >>> spoil_reference(SpoilTable([2], torch.float32, torch.device("cpu")), [gradient], torch.tensor([1.0, 0.0]))
-        >>> gradient
-        tensor([1., 1.])
     """
-    _fill(table._parts(tensors), pairs)
+    present = [(place, tensor) for place, tensor in enumerate(tensors) if tensor is not None]
+    _fill([part for place, tensor in present for part in table.parts_of(place, tensor)], pairs)
     _copy(copy)
 
 

@@ -116,13 +116,6 @@ def squared_norm_reference(tensors: Sequence[Tensor | None], table: PointerTable
 
     If the tensors are the first slots of the buffer, they are read in one operation. Arguments, result and errors are
     those of `squared_norm`, but the order of the additions differs.
-
-    Example:
-        >>> from dpfuse_kernels import PointerTable, Slot
-        >>> slots = [Slot("a", 0, (3,), (1,)), Slot("b", 4, (2,), (1,))]
-        >>> table = PointerTable(torch.full((6,), 9.0), slots, torch.float32)
-        >>> squared_norm_reference([torch.tensor([1.0, 2.0, 3.0]), torch.tensor([4.0, 5.0])], table)
-        tensor(55.0000, dtype=torch.float64)
     """
     tensors = list(tensors)
     entries = check_cheaply(tensors, table)

@@ -127,13 +127,6 @@ def sum_parts_reference(parts: Tensor, out: Tensor, residual: Tensor | None = No
     """Add up the rows with torch's own operations, on any device. The bits equal those of `sum_parts`.
 
     Arguments and errors are those of `sum_parts`.
-
-    Example:
-        >>> import torch
-        >>> out = torch.empty(2)
-        >>> sum_parts_reference(torch.tensor([[1.0, 2], [256, 4], [1, 6]]), out)
-        >>> out
-        tensor([258.,  12.])
     """
     _check(parts, out, residual)
     total = out if out.dtype == _sum_dtype(out.dtype) else torch.empty_like(out, dtype=_sum_dtype(out.dtype))

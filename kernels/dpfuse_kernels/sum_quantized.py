@@ -108,16 +108,6 @@ def sum_quantized_reference(parts: Tensor, out: Tensor, format: torch.dtype, res
     """Add up with torch's own operations, on any device. The bytes equal those of `sum_quantized`.
 
     Arguments and errors are those of `sum_quantized`.
-
-    Example:
-        >>> from dpfuse_kernels import mx_bytes, mx_decode, mx_encode
-        >>> parts = torch.zeros(2, mx_bytes(512), dtype=torch.uint8)
-        >>> for row, number in zip(parts, (1.0, 2.5)):
-        ...     _ = mx_encode(torch.full((512,), number), torch.float8_e4m3fn, row)
-        >>> out = torch.empty_like(parts[0])
-        >>> sum_quantized_reference(parts, out, torch.float8_e4m3fn)
-        >>> mx_decode(out, torch.float8_e4m3fn)[:3]
-        tensor([3.5000, 3.5000, 3.5000])
     """
     check_sum(parts, out, format, residual)
     chunks = in_chunks(out)

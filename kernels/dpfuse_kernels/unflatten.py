@@ -161,15 +161,6 @@ def unflatten_reference(
     """Unpack with torch's own operations, on any device. The result equals that of `unflatten`.
 
     Arguments and errors are those of `unflatten`.
-
-    Example:
-        >>> from dpfuse_kernels import PointerTable, Slot
-        >>> slots = [Slot("a", 0, (3,), (1,)), Slot("b", 4, (2,), (1,))]
-        >>> table = PointerTable(torch.tensor([1.0, 2, 3, 9, 4, 5]), slots, torch.float32)
-        >>> tensors = [torch.full((3,), 10.0), torch.full((2,), 10.0)]
-        >>> unflatten_reference(table, tensors, scale=0.5, accumulate=True)
-        >>> tensors
-        [tensor([10.5000, 11.0000, 11.5000]), tensor([12.0000, 12.5000])]
     """
     tensors = list(tensors)
     entries = check_cheaply(tensors, table, written=True)

@@ -44,9 +44,9 @@ def test_both_ways_give_the_same_bits(dtype: torch.dtype, wire: torch.dtype) -> 
     assert all(same_bits(a, b) for a, b in zip(*results, strict=True))
     assert all(same_bits(a, b) for a, b in zip(bound.table.views, dispatched.table.views, strict=True))
     assert bound.untouched_outside_slots()
-    launcher = bound.table.launcher
-    assert (launcher.launches, launcher.dispatcher.bound_launches) == (12, 8), "this Triton is not one that is known"
-    assert (dispatched.table.launcher.launches, dispatched.table.launcher.dispatcher.bound_launches) == (12, 0)
+    ours, tritons = (buffer.table.launcher.dispatcher for buffer in (bound, dispatched))
+    assert (ours.launches, ours.bound_launches) == (12, 8), "this Triton is not one that is known"
+    assert (tritons.launches, tritons.bound_launches) == (12, 0)
 
 
 def kernels_of(call: Callable[[], object]) -> int:

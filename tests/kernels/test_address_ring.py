@@ -229,4 +229,4 @@ def test_steady_state_uploads_nothing() -> None:
         flatten([None, gradients[1]], table, scale=0.5)
         unflatten(table, gradients)
     assert table.launcher.ring.uploads == 2
-    assert table.launcher.launches == 26
+    assert table.launcher.dispatcher.launches == 26

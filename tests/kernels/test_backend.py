@@ -28,7 +28,7 @@ def launches(table: PointerTable) -> int:
     out = torch.zeros(4)
     unflatten(table, [out], scale=2.0)
     assert out.tolist() == [1.0] * 4
-    return table.launcher.launches
+    return table.launcher.dispatcher.launches
 
 
 def test_cpu_tensors_use_the_reference() -> None:

@@ -125,4 +125,4 @@ def test_counting_is_one_launch() -> None:
     tensors = randoms(torch.float32)
     table = guarded(tensors, torch.float32, torch.float32).table
     TRITON.flatten(tensors, table, scale=0.5, counts=zeros(len(tensors)))
-    assert table.launcher.launches == 1
+    assert table.launcher.dispatcher.launches == 1

@@ -124,14 +124,14 @@ def test_slots_in_place_at_factor_one_launch_nothing() -> None:
     values = randoms(torch.float32)
     table = guarded(values, torch.float32, torch.float32).table
     flatten(table.views, table)
-    assert table.launcher.launches == 0
+    assert table.launcher.dispatcher.launches == 0
 
 
 def test_one_launch_per_call() -> None:
     values = randoms(torch.float32)
     table = guarded(values, torch.float32, torch.float32).table
     flatten([values[0].expand(1), None, *values[2:]], table, scale=0.5)
-    assert table.launcher.launches == 1
+    assert table.launcher.dispatcher.launches == 1
 
 
 def odd_shapes() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:

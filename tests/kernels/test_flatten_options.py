@@ -220,7 +220,7 @@ def test_everything_in_one_launch() -> None:
     counts = torch.zeros(len(tensors), dtype=torch.int32)
     residual = torch.zeros(table.flat.numel())
     flatten(tensors, table, scale=0.5, counts=counts, factor=torch.tensor(2.0), residual=residual, accumulate=True)
-    assert table.launcher.launches == 1
+    assert table.launcher.dispatcher.launches == 1
 
 
 WRONG = {

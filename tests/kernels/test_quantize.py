@@ -279,7 +279,7 @@ def test_one_launch_each() -> None:
     table, _ = table_of(tensors, torch.float32, E4M3)
     quantize(tensors, table, factor=torch.tensor(0.5), residual=torch.zeros(table.elements))
     dequantize(table, tensors)
-    assert table.launcher.launches == 2
+    assert table.launcher.dispatcher.launches == 2
 
 
 @pytest.mark.parametrize("pack", [quantize, quantize_reference, dpfuse_kernels.quantize])
