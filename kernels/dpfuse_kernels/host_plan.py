@@ -222,40 +222,26 @@ class HostPlan:
             return False
         return True
 
-    def unpack(
-        self,
-        table: Layout,
-        tensors: list[Tensor | None],
-        entries: Entries,
-        scale: float,
-        accumulate: bool,
-    ) -> None:
+    def unpack(self, table: Layout, tensors: list[Tensor | None], entries: Entries, scale: float) -> None:
         """Unpack as `unflatten_reference` does; `check_cheaply` must have passed the tensors."""
         compute = table.compute_dtype
-        # The value must be rounded to the tensor's dtype before it is added.
-        direct = scale == 1.0 and (not accumulate or table.dtype == table.flat.dtype)
         small = self._small
         if entries.missing:
             missing = set(entries.missing)
             small = [i for i in small if i not in missing]
         if small:
             sources: list[Tensor | None] = self._views  # type: ignore[assignment]
-            if not direct:
+            if scale != 1.0:
                 for stretch, stage in zip(self._stretches, self._scratch_of(table), strict=True):
                     scaled_copy(stretch.flat, scale, stage, compute)
                 sources = self._scratch_views
-            if accumulate:
-                torch._foreach_add_(_pick(tensors, small), _pick(sources, small))
-            else:
-                _copy_each(_pick(tensors, small), _pick(sources, small))
+            _copy_each(_pick(tensors, small), _pick(sources, small))
         for index in self._large:
             tensor, view = tensors[index], self._views[index]
             if tensor is None:
                 continue
             _check_shape(tensor, view)
-            if accumulate:
-                tensor.add_(view if direct else scaled_copy(view, scale, torch.empty_like(tensor), compute))
-            elif not (direct and tensor.data_ptr() == view.data_ptr()):
+            if scale != 1.0 or tensor.data_ptr() != view.data_ptr():
                 scaled_copy(view, scale, tensor, compute)
 
     def _moved(self, entries: Entries) -> list[int]:

@@ -120,7 +120,7 @@ class SpoilTable:
         self.triton: bool | None = None
         self._found: list[int] | None = None  # addresses of the last call's tensors, if all were as described
         self._seen = Seen()  # what these tensors were like
-        self.repeated: tuple[tuple[Any, ...], Repeatable] | None = None  # what the last launch read, and it
+        self._repeated: tuple[tuple[Any, ...], Repeatable] | None = None  # what the last launch read, and it
 
     @cached_property
     def rows(self) -> Tensor:
@@ -165,14 +165,14 @@ class SpoilTable:
             if tensor is not None and self._is_as_described(tensor, numel):
                 addresses[-1] = tensor.data_ptr()
             elif tensor is not None:
-                others += self.parts_of(place, tensor)
+                others += self._parts_of(place, tensor)
         self._found = None if others else addresses
         present = [tensor for tensor in tensors if tensor is not None]
         if not others and len(present) == len(tensors):
             self._seen.remember(present)
         return addresses, others
 
-    def parts_of(self, place: int, tensor: Tensor) -> list[Tensor]:
+    def _parts_of(self, place: int, tensor: Tensor) -> list[Tensor]:
         """Return what is filled of a tensor: views of it where the table has spans."""
         if self.spans is None:
             return [tensor]
@@ -180,7 +180,7 @@ class SpoilTable:
 
     def _repeat(self, addresses: list[int], read: tuple[Any, ...]) -> bool:
         """Launch the last launch again if it was for the same addresses and read the same; return whether it was."""
-        last = self.repeated
+        last = self._repeated
         if last is None or last[1].addresses is not addresses:
             return False
         return last[0] == read and self.dispatcher.repeat(last[1])
@@ -266,7 +266,7 @@ def spoil(
     constants = partial(table._constants, pairs.dtype)
     table.dispatcher.launch(key, programs, arguments, {1: uploaded, 2: rows}, constants, WARPS)
     call = table.dispatcher.repeatable(key, programs, arguments, table.ring.latest)
-    table.repeated = None if call is None else (read, call)
+    table._repeated = None if call is None else (read, call)
 
 
 @torch.no_grad()
@@ -278,7 +278,7 @@ def spoil_reference(
     Arguments are those of `spoil`.
     """
     present = [(place, tensor) for place, tensor in enumerate(tensors) if tensor is not None]
-    _fill([part for place, tensor in present for part in table.parts_of(place, tensor)], pairs)
+    _fill([part for place, tensor in present for part in table._parts_of(place, tensor)], pairs)
     _copy(copy)
 
 

@@ -1,4 +1,4 @@
-"""Unpacks a flat buffer into tensors: copy or add, scale and cast in one pass. Knows no bucket and no collective."""
+"""Unpacks a flat buffer into tensors: copy, scale and cast in one pass. Knows no bucket and no collective."""
 
 from __future__ import annotations
 
@@ -29,13 +29,12 @@ def _unflatten_kernel(
     WIRE: tl.constexpr,
     COMPUTE: tl.constexpr,
     SCALED: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> None:
     """Copy one chunk in program p: flat[offset:] to `length` elements of tensor `tensor`, from `start` on.
 
     Example: numels [3, 2], CHUNK 2, slots at 0 and 4 give chunks (0, 0, 2, 0), (0, 2, 1, 2), (1, 0, 2, 4).
-    flat [1, 2, 3, 9, 4, 5], scale 0.5, ACCUMULATE into tensors full of 10: [10.5, 11, 11.5] and [12, 12.5].
+    flat [1, 2, 3, 9, 4, 5], scale 0.5: the tensors become [0.5, 1, 1.5] and [2, 2.5].
     """
     # Every address is computed in 64 bits: a layout may exceed 2**31 elements.
     program = first_program + tl.program_id(0).to(tl.int64)
@@ -61,7 +60,7 @@ def _unflatten_kernel(
         pass
     elif aligned & (target % 16 == 0):
         target_ptr = tl.multiple_of(target.to(tl.pointer_type(TENSOR)), 16)
-        _write(value, target_ptr + lane, whole, scale, COMPUTE, SCALED, ACCUMULATE)
+        _write(value, target_ptr + lane, whole, scale, COMPUTE, SCALED)
     else:
         # One element at a time, in parts of the chunk: a thread then needs no more registers than above.
         PART: tl.constexpr = CHUNK if CHUNK < 1024 else CHUNK // 4
@@ -70,7 +69,7 @@ def _unflatten_kernel(
             place = first + tl.arange(0, PART)
             single = tl.load(source.to(tl.pointer_type(WIRE)) + place, mask=place < length)
             single_ptr = target.to(tl.pointer_type(TENSOR)) + place
-            _write(single, single_ptr, place < length, scale, COMPUTE, SCALED, ACCUMULATE)
+            _write(single, single_ptr, place < length, scale, COMPUTE, SCALED)
             first += PART
 
 
@@ -81,32 +80,21 @@ def _write(
     scale: tl.tensor,
     COMPUTE: tl.constexpr,
     SCALED: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
 ) -> None:
     """Compute and write a part of a chunk."""
     TENSOR: tl.constexpr = target_ptr.dtype.element_ty
-    # 16-bit numbers are added in float32 and rounded, as torch's add_ does.
-    SUM: tl.constexpr = tl.float64 if TENSOR.is_fp64() else tl.float32
     if SCALED:
         value = value.to(COMPUTE) * scale
     if value.dtype.is_fp64() and not TENSOR.is_fp64():
         # Torch converts float64 to 16 bits through float32.
         value = value.to(tl.float32)
-    value = value.to(TENSOR)
-    if ACCUMULATE:
-        value = (tl.load(target_ptr, mask=mask).to(SUM) + value.to(SUM)).to(TENSOR)
-    tl.store(target_ptr, value, mask=mask)
+    tl.store(target_ptr, value.to(TENSOR), mask=mask)
 
 
 def unflatten(
-    table: PointerTable,
-    tensors: Sequence[Tensor | None],
-    *,
-    scale: float = 1.0,
-    accumulate: bool = False,
-    matched: bool = False,
+    table: PointerTable, tensors: Sequence[Tensor | None], *, scale: float = 1.0, matched: bool = False
 ) -> None:
-    """Copy the slots of `table.flat` to `tensors`, or add them: copy, scale and cast in one pass.
+    """Copy the slots of `table.flat` to `tensors`: copy, scale and cast in one pass.
 
     For CUDA tensors this is one kernel launch on the current stream. Each tensor becomes its slot times `scale`. The
     product is computed in float32, or in float64 if either side is float64, and rounded once to `table.dtype`. Float64
@@ -119,7 +107,6 @@ def unflatten(
             They must not share memory with each other. Keep a reference to all of them until the work that may reuse
             their memory is ordered after this launch.
         scale: the factor.
-        accumulate: add the rounded product to what the tensor holds, instead of overwriting it.
         matched: as for `flatten`.
 
     Raises:
@@ -131,33 +118,31 @@ def unflatten(
         >>> import torch
         >>> from dpfuse_kernels import PointerTable, Slot, unflatten
         >>> table = PointerTable(torch.tensor([1.0, 2.0, 3.0]), [Slot("a", 0, (3,), (1,))], torch.float32)
-        >>> gradient = torch.full((3,), 10.0)
-        >>> unflatten(table, [gradient], scale=0.5, accumulate=True)
+        >>> gradient = torch.empty(3)
+        >>> unflatten(table, [gradient], scale=0.5)
         >>> gradient
-        tensor([10.5000, 11.0000, 11.5000])
+        tensor([0.5000, 1.0000, 1.5000])
     """
     if not uses_triton(table):
-        plain = matched and scale == 1.0 and not accumulate and table.dtype == table.flat.dtype
+        plain = matched and scale == 1.0 and table.dtype == table.flat.dtype
         if not (plain and table.host_plan.unpack_matched(tensors, table)):  # type: ignore[arg-type]
-            unflatten_reference(table, tensors, scale=scale, accumulate=accumulate)
+            unflatten_reference(table, tensors, scale=scale)
         return
     if type(tensors) is not list:
         tensors = list(tensors)
-    if not accumulate and launch_again(_unflatten_kernel, tensors, table, scale):
+    if launch_again(_unflatten_kernel, tensors, table, scale):
         return
     entries = check_all(tensors, table, written=True)
-    if entries.own is None and scale == 1.0 and not accumulate:
+    if entries.own is None and scale == 1.0:
         return
-    entries.make_dense(table.slots, read=accumulate)
+    entries.make_dense(table.slots, read=False)
     # Freed after the launch. Work that reuses this memory is ordered after it, on the same stream.
-    table.launcher.launch(_unflatten_kernel, entries.addresses, scale=scale, ACCUMULATE=accumulate)
+    table.launcher.launch(_unflatten_kernel, entries.addresses, scale=scale)
     entries.write_back()
 
 
 @torch.no_grad()
-def unflatten_reference(
-    table: PointerTable, tensors: Sequence[Tensor | None], *, scale: float = 1.0, accumulate: bool = False
-) -> None:
+def unflatten_reference(table: PointerTable, tensors: Sequence[Tensor | None], *, scale: float = 1.0) -> None:
     """Unpack with torch's own operations, on any device. The result equals that of `unflatten`.
 
     Arguments and errors are those of `unflatten`.
@@ -165,7 +150,7 @@ def unflatten_reference(
     tensors = list(tensors)
     entries = check_cheaply(tensors, table, written=True)
     try:
-        table.host_plan.unpack(table, tensors, entries, scale, accumulate)
+        table.host_plan.unpack(table, tensors, entries, scale)
     except RuntimeError:
         diagnose(tensors, table, written=True)
         raise

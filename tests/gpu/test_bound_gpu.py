@@ -25,13 +25,13 @@ def randoms(dtype: torch.dtype) -> list[Tensor]:
 
 
 def there_and_back(table: PointerTable, tensors: list[Tensor]) -> list[Tensor]:
-    """Three rounds of everything that can be compiled: pack, pack scaled, unpack, accumulate."""
+    """Three rounds of everything that can be compiled: pack and unpack, plain and scaled."""
     targets = [torch.ones_like(tensor) for tensor in tensors]
     for scale in (0.25, 0.0, 1 / 3):
         flatten(tensors, table)
         flatten(tensors, table, scale=scale)
         unflatten(table, targets)
-        unflatten(table, targets, accumulate=True, scale=1.0)
+        unflatten(table, targets, scale=scale)
     return targets
 
 

@@ -36,7 +36,7 @@ MEASURED_PAIRS = [("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", 
 NVIDIA = (80, 90, 100)
 AMD = ("gfx942",)
 FLATTENS = ("flatten count", "flatten factor residual", "flatten factor accumulate")
-MOVERS = ("flatten", "unflatten", "unflatten accumulate")
+MOVERS = ("flatten", "unflatten")
 KERNELS = (*MOVERS, *FLATTENS, "squared_norm", "multiply")
 SUM_TYPES = {"float32": "float32", "bfloat16": "float32", "float16": "float32", "float64": "float64"}  # added up in
 ADAMW_KERNELS = ("adamw decoupled", "adamw coupled factor maximize")
@@ -265,7 +265,7 @@ def every_copy(architecture: int | str) -> Iterator[Compilation]:
 def every_shape(architecture: int | str) -> Iterator[Compilation]:
     for shape in SHAPES:
         for dtype, wire in MEASURED_PAIRS:
-            for kernel in MOVERS[:2]:
+            for kernel in MOVERS:
                 yield partial(compile_one, kernel, architecture, dtype, wire, shape)
 
 

@@ -108,7 +108,6 @@ def every_kernel() -> dict[str, Any]:
         flatten([tensor], table, scale=0.5)
         flatten([tensor], table)
         unflatten(table, [tensor], scale=0.5)
-        unflatten(table, [tensor], scale=0.5, accumulate=True)
         flatten([tensor], table, scale=0.5, counts=torch.zeros(1, dtype=torch.int32))
         flatten([tensor], table, factor=torch.tensor(0.5), residual=torch.zeros(9000))
         squared_norm([tensor], table)

@@ -46,7 +46,7 @@ def test_the_last_programs_of_a_layout_beyond_31_bits() -> None:
     assert flat[:EARLIER].eq(0).all(), "an offset of 32 bits would have wrapped round to here"
 
     tensor[tail] = 0
-    table.launcher.launch(_unflatten_kernel, addresses, programs=last, ACCUMULATE=False)
+    table.launcher.launch(_unflatten_kernel, addresses, programs=last)
     assert torch.equal(tensor[tail], values)
     assert tensor[:EARLIER].eq(0).all()
 

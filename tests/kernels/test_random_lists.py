@@ -40,7 +40,6 @@ def made(kind: str, value: Tensor, view: Tensor) -> Tensor | None:
     scale=st.sampled_from([1.0, 0.5, 1 / 3, 3.0]),
     align=st.sampled_from([1, 4, 8]),
     shift=st.sampled_from([0, 1]),
-    accumulate=st.booleans(),
     seed=st.integers(0, 99),
 )
 def test_any_list(
@@ -51,7 +50,6 @@ def test_any_list(
     scale: float,
     align: int,
     shift: int,
-    accumulate: bool,
     seed: int,
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -69,12 +67,10 @@ def test_any_list(
 
     held = [view.clone() for view in views]
     targets = [None if tensor is None else torch.ones_like(tensor) for tensor in tensors]
-    backend.unflatten(buffer.table, targets, scale=scale, accumulate=accumulate)
+    backend.unflatten(buffer.table, targets, scale=scale)
     for target, value in zip(targets, held, strict=True):
         if target is not None:
             wanted = expected(value, scale, dtype)
-            if accumulate:
-                wanted = torch.ones_like(wanted).add_(wanted)
             if truncates and dtype == torch.bfloat16:
                 torch.testing.assert_close(target, wanted, rtol=2.0**-6, atol=2.0**-5)
             else:

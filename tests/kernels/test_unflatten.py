@@ -13,87 +13,74 @@ from tests.kernels.test_flatten import both, odd_shapes, randoms
 
 @both
 def test_example_of_the_kernel_docstring(backend: Backend) -> None:
-    tensors = [torch.full((3,), 10.0), torch.full((2,), 10.0)]
+    tensors = [torch.empty(3), torch.empty(2)]
     slots = [slot_of("a", 0, tensors[0]), slot_of("b", 4, tensors[1])]
     table = PointerTable(torch.tensor([1.0, 2.0, 3.0, 9.0, 4.0, 5.0]), slots, torch.float32)
-    backend.unflatten(table, tensors, scale=0.5, accumulate=True)
-    assert [tensor.tolist() for tensor in tensors] == [[10.5, 11.0, 11.5], [12.0, 12.5]]
-    assert "[10.5, 11, 11.5] and [12, 12.5]" in (_unflatten_kernel.__doc__ or "")
+    backend.unflatten(table, tensors, scale=0.5)
+    assert [tensor.tolist() for tensor in tensors] == [[0.5, 1.0, 1.5], [2.0, 2.5]]
+    assert "[0.5, 1, 1.5] and [2, 2.5]" in (_unflatten_kernel.__doc__ or "")
 
 
 @pytest.mark.one_in(2)
 @both
-@pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("scale", [pytest.param(1.0, marks=pytest.mark.slow), 1 / 3])
 @pytest.mark.parametrize(("dtype", "wire"), PAIRS)
 def test_every_dtype_pair_is_scaled_in_the_compute_type_and_rounded_once(
-    backend: Backend, dtype: torch.dtype, wire: torch.dtype, scale: float, accumulate: bool
+    backend: Backend, dtype: torch.dtype, wire: torch.dtype, scale: float
 ) -> None:
     values = randoms(wire)
-    before = [value.to(dtype).flip(0) for value in values]
     memory = [torch.full((value.numel() + 2,), float("nan"), dtype=dtype) for value in values]
-    tensors = [m[1:-1].copy_(b) for m, b in zip(memory, before, strict=True)]
+    tensors = [around[1:-1] for around in memory]
     table = guarded(tensors, dtype, wire).table
     for view, value in zip(table.views, values, strict=True):
         view.copy_(value)
     held = table.flat.clone()
-    backend.unflatten(table, tensors, scale=scale, accumulate=accumulate)
-    exact = dtype == wire and scale == 1.0 and not accumulate
+    backend.unflatten(table, tensors, scale=scale)
+    exact = dtype == wire and scale == 1.0
     truncates = backend.truncates_bf16 and dtype == torch.bfloat16 and not exact
-    for tensor, value, old, around in zip(tensors, values, before, memory, strict=True):
-        wanted = expected(value, scale, dtype)
-        if accumulate and truncates:
-            # Two cuts, each of one unit of what was cut; the sum may be far smaller than its terms.
-            scope = old.double().abs() + wanted.double().abs()
-            assert ((tensor.double() - (old + wanted).double()).abs() <= scope * 2.0**-6).all()
-        else:
-            assert_equal(tensor, old + wanted if accumulate else wanted, truncated=int(truncates))
+    for tensor, value, around in zip(tensors, values, memory, strict=True):
+        assert_equal(tensor, expected(value, scale, dtype), truncated=int(truncates))
         assert around[[0, -1]].isnan().all()
     assert same_bits(table.flat, held)
 
 
 @both
-@pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("scale", [1.0, 0.5])
 @pytest.mark.parametrize("name", [name for name in odd_shapes() if not name.startswith(("expanded", "negated"))])
-def test_values_go_by_logical_index(backend: Backend, name: str, scale: float, accumulate: bool) -> None:
+def test_values_go_by_logical_index(backend: Backend, name: str, scale: float) -> None:
     tensor, like = odd_shapes()[name]
-    before = tensor.clone()
     buffer = guarded([torch.empty_strided(like.shape, like.stride()), torch.randn(3)], torch.float32, torch.float32)
     value = buffer.table.views[0].copy_(torch.randn(like.shape)).clone() * scale
     buffer.table.views[1].fill_(1.0)
-    backend.unflatten(buffer.table, [tensor, torch.ones(3)], scale=scale, accumulate=accumulate)
-    assert torch.equal(tensor, before + value if accumulate else value)
+    backend.unflatten(buffer.table, [tensor, torch.ones(3)], scale=scale)
+    assert torch.equal(tensor, value)
     assert buffer.untouched_outside_slots()
 
 
 @both
-@pytest.mark.parametrize("accumulate", [False, True])
-def test_none_is_skipped(backend: Backend, accumulate: bool) -> None:
+def test_none_is_skipped(backend: Backend) -> None:
     values = randoms(torch.float32)
     table = guarded(values, torch.float32, torch.float32).table
     for view, value in zip(table.views, values, strict=True):
         view.copy_(value)
     tensors = [torch.ones_like(value) if index % 2 else None for index, value in enumerate(values)]
-    backend.unflatten(table, tensors, scale=0.5, accumulate=accumulate)
+    backend.unflatten(table, tensors, scale=0.5)
     for tensor, value in zip(tensors, values, strict=True):
-        assert tensor is None or torch.equal(tensor, value * 0.5 + float(accumulate))
+        assert tensor is None or torch.equal(tensor, value * 0.5)
     backend.unflatten(table, [None] * len(values), scale=0.5)
 
 
 @both
-@pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("scale", [1.0, 0.5])
-def test_slots_in_place_mix_with_private_tensors(backend: Backend, scale: float, accumulate: bool) -> None:
+def test_slots_in_place_mix_with_private_tensors(backend: Backend, scale: float) -> None:
     values = randoms(torch.float32, (5, 8, 40000, 3, 33000, 6))
     buffer = guarded(values, torch.float32, torch.float32)
     for view, value in zip(buffer.table.views, values, strict=True):
         view.copy_(value)
     tensors = [buffer.table.views[i] if i in (0, 2, 5) else torch.ones_like(v) for i, v in enumerate(values)]
-    backend.unflatten(buffer.table, tensors, scale=scale, accumulate=accumulate)
+    backend.unflatten(buffer.table, tensors, scale=scale)
     for index, (tensor, value) in enumerate(zip(tensors, values, strict=True)):
-        before = value if index in (0, 2, 5) else torch.ones_like(value)
-        assert same_bits(tensor, before + value * scale if accumulate else value * scale), index
+        assert same_bits(tensor, value * scale), index
     for index in (1, 3, 4):
         assert same_bits(buffer.table.views[index], values[index])
     assert buffer.untouched_outside_slots()
