@@ -49,7 +49,7 @@ from dpfuse.model.check import check_module
 from dpfuse.model.logs import show_chosen_logs
 from dpfuse.model.micro_loop import MicroLoop, common_seed, refuse_without_group, set_threads
 from dpfuse.model.module_sync import FaceParts, ModuleSync
-from dpfuse.model.options import SyncOptions, of_earlier_version
+from dpfuse.model.options import SyncOptions
 from dpfuse.model.transforms import may_have_backward
 from dpfuse.stopping.deadline import deadline
 from dpfuse.stopping.request import own_reason, tell_program
@@ -789,8 +789,6 @@ class SyncedModule(nn.Module):
         return self._options if loop is None else replace(self._options, seed=loop.seed, steps=loop.steps)
 
     def _restore(self, state: dict[str, Any], group: dist.ProcessGroup | None) -> None:
-        options: SyncOptions = state["_options"]
-        state = {**state, "_options": of_earlier_version(options, type(self))}
         nn.Module.__setstate__(self, state)
         require_sync = state["_require_sync"]
         self._connect(group, fresh=False)

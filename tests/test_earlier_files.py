@@ -36,23 +36,10 @@ def trained(face: str) -> tuple[nn.Module, torch.optim.Optimizer]:
 def write(folder: Path) -> None:
     for face in FACES:
         model, optimizer = trained(face)
-        (folder / f"{face}.pickle").write_bytes(pickle.dumps(model))
         (folder / f"{face}.plan.pickle").write_bytes(pickle.dumps(model.bucket_plan))
         model.bucket_plan.save(folder / f"{face}.plan.json")
         torch.save(model.error_feedback.state_dict(), folder / f"{face}.feedback.pt")
         dpfuse.save_checkpoint(folder / face, model, optimizer, step=1)
-
-
-@pytest.mark.parametrize("face", FACES)
-def test_a_pickled_wrapper_trains(face: str) -> None:
-    model = pickle.loads((FOLDER / f"{face}.pickle").read_bytes())
-    assert type(model) is getattr(dpfuse, face)
-    (param,) = model.parameters()
-    expected, _ = trained(face)
-    assert torch.equal(param, next(expected.parameters()))
-    model.zero_grad()
-    model(torch.ones(1, 1)).sum().backward()
-    assert param.grad.item() == 1.0
 
 
 @pytest.mark.parametrize("face", FACES)

@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from dpfuse.engine.plan import DEFAULT_SIZE, MB, BucketRule, size_in_bytes
-from dpfuse.model.options import refuse_auto
 
 __all__ = ["BucketSizes", "rule_of"]
 
@@ -36,9 +35,8 @@ class BucketSizes:
 
         Raises:
             TypeError: no number, or no sequence of numbers.
-            ValueError: a negative number, or NaN; "auto".
+            ValueError: a negative number, or NaN.
         """
-        refuse_auto("bucket_cap_mb", cap_mb)
         if cap_mb_list is not None and (isinstance(cap_mb_list, str) or not isinstance(cap_mb_list, Sequence)):
             raise TypeError(
                 f"bucket_cap_mb_list must be a list of sizes in MB, got {cap_mb_list!r} of type "

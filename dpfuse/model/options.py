@@ -19,11 +19,10 @@ import torch
 
 from dpfuse.engine.averaging import Wire, averaging_for
 from dpfuse.engine.plan import NO_WISHES, BucketPlan, BucketRule
-from dpfuse.errors import DPFuseError
 from dpfuse.exclusions import refuse
 from dpfuse.model.plan_file import RULES, given_plan
 
-__all__ = ["CommonOptions", "SyncOptions", "filled", "of_earlier_version", "refuse_auto", "takes_common_options"]
+__all__ = ["CommonOptions", "SyncOptions", "filled", "takes_common_options"]
 
 Face = TypeVar("Face", bound=type)
 WIDTH = 112  # columns of a docstring
@@ -264,30 +263,6 @@ def filled(options: CommonOptions, face: type) -> CommonOptions:
     return cast(CommonOptions, {name: option.default_of(face) for name, option in _DECLARED.items()} | options)
 
 
-def of_earlier_version(options: SyncOptions, face: type) -> SyncOptions:
-    """Return the options of a pickled wrapper, which an earlier version may have written with other options.
-
-    Args:
-        options: as they were pickled.
-        face: the class of the wrapper.
-
-    Raises:
-        DPFuseError: it had an option that this version has not.
-    """
-    common: dict[str, Any] = dict(options.common)
-    common.pop("grad_norm_in_backward", None)  # it changed no number
-    if common.pop("wire_reduce", None) == "fp32":
-        if common["wire_dtype"] is None:
-            raise DPFuseError(
-                "a wrapper was pickled with wire_reduce='fp32' and no wire_dtype, expected a pair of this version: "
-                "wire_dtype=(torch.bfloat16, torch.float32). Load its weights into a new wrapper."
-            )
-        common["wire_dtype"] = (common["wire_dtype"], torch.float32)
-    if vars(options).get("autotune"):  # it had "auto" as a size
-        common["plan"] = "auto"
-    return replace(options, common=filled(cast(CommonOptions, common), face))
-
-
 def takes_common_options(face: Face) -> Face:
     """Show the options, which the class takes as `**options`, in its signature and in its docstring's `Args`."""
     construct: Any = vars(face)["__init__"]
@@ -338,7 +313,6 @@ class SyncOptions:
     def check(self) -> None:
         """Raises TypeError or ValueError for a value that cannot be used; the planner checks the sizes."""
         common = self.common
-        refuse_auto("comm_buffer_size", self.comm_buffer_size)
         if isinstance(self.comm_buffer_size, str):
             raise TypeError(
                 f"comm_buffer_size must be a number of MB or None, got {self.comm_buffer_size!r} of type str; "
@@ -448,15 +422,6 @@ class SyncOptions:
             ("float8 wire", wire.is_fp8, travels),
         ]
         return in_use | {name: words for name, holds, words in others if holds}
-
-
-def refuse_auto(name: str, size: Any) -> None:
-    """Raise ValueError where "auto" was passed as a size, as in earlier versions."""
-    if isinstance(size, str) and size == "auto":
-        raise ValueError(
-            f'{name}="auto" was passed, expected a number of MB or None. Pass plan="auto", which measures some '
-            "backwards and chooses the buckets."
-        )
 
 
 def _travelling(wire_dtype: torch.dtype | tuple[torch.dtype, torch.dtype] | None) -> torch.dtype | None:

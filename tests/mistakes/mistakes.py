@@ -226,21 +226,6 @@ MISTAKES: dict[str, Mistake] = {
         plan="auto",
         bucket_cap_mb_list=[1],
     ),
-    "auto as a size": option(
-        "comm_buffer_size",
-        'comm_buffer_size="auto" was passed',
-        "expected a number of MB or None",
-        'Pass plan="auto"',
-        comm_buffer_size="auto",
-    ),
-    "auto as a size, for DDP": option(
-        "bucket_cap_mb",
-        'bucket_cap_mb="auto" was passed',
-        "expected a number of MB or None",
-        'Pass plan="auto"',
-        face=DDP,
-        bucket_cap_mb="auto",
-    ),
     # Other options
     "a typing error in the name of an option": option(
         "unexpected keyword argument",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import replace
 from typing import get_args, get_type_hints
 
 import pytest
@@ -13,7 +12,7 @@ from torch import nn
 import dpfuse
 import dpfuse.paddle
 from dpfuse.model.check import describe_options
-from dpfuse.model.options import CommonOptions, SyncOptions, filled, of_earlier_version
+from dpfuse.model.options import CommonOptions, SyncOptions, filled
 
 FACES = [dpfuse.DataParallel, dpfuse.DistributedDataParallel, dpfuse.paddle.DataParallel]
 DECLARED = {name: get_args(hint)[1] for name, hint in get_type_hints(CommonOptions, include_extras=True).items()}
@@ -100,20 +99,3 @@ def test_a_bad_value_is_an_error_that_names_the_option(given, error, text):
     options_with().check()
     with pytest.raises(error, match=text):
         options_with(**given).check()
-
-
-def test_options_of_an_earlier_version_keep_their_meaning():
-    def read(**common):
-        options = options_with()
-        return of_earlier_version(replace(options, common=options.common | common), dpfuse.DataParallel)
-
-    pair = (torch.bfloat16, torch.float32)
-    assert read(wire_dtype=torch.bfloat16, wire_reduce="fp32").common["wire_dtype"] == pair
-    for reduce in ("ring", None):
-        assert read(wire_dtype=torch.bfloat16, wire_reduce=reduce).common["wire_dtype"] == torch.bfloat16
-    assert read(grad_norm_in_backward=True) == options_with()
-    tuned = options_with()
-    vars(tuned)["autotune"] = True  # a field then
-    assert of_earlier_version(tuned, dpfuse.DataParallel).autotune
-    with pytest.raises(dpfuse.DPFuseError, match=r"pickled with wire_reduce='fp32' and no wire_dtype, expected a pair"):
-        read(wire_reduce="fp32")
