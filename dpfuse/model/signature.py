@@ -22,15 +22,28 @@ FEW = 4  # parameters of a module up to which each is looked at, as weight and b
 _requires_grad = attrgetter("requires_grad")
 
 
-class _Known(NamedTuple):
-    name: str
-    param: nn.Parameter  # held, so that no other can get its id
-    trainable: bool  # in the agreed model: whether it has a place in the plan, and frozen or not is no change
+class _Kind(NamedTuple):
+    """What of a parameter must not change without a new plan."""
+
     dtype: torch.dtype
     device: torch.device
     shape: torch.Size
     grad_dtype: torch.dtype | None  # of its gradients, see `torch.Tensor.grad_dtype`
     order: tuple[int, ...]  # of the dimensions in memory, the slowest first: gradients travel in that order
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        if self.grad_dtype != self.dtype:
+            dtype += f" with gradients of {str(self.grad_dtype).removeprefix('torch.')}"
+        order = f" with its dimensions in the order {self.order}" if self.order != tuple(sorted(self.order)) else ""
+        return f"{dtype} {tuple(self.shape)} on {self.device}{order}"
+
+
+class _Known(NamedTuple):
+    name: str
+    param: nn.Parameter  # held, so that no other can get its id
+    trainable: bool  # in the agreed model: whether it has a place in the plan, and frozen or not is no change
+    kind: _Kind
     trained: bool = False  # whether it was trainable in an agreed model
 
 
@@ -54,7 +67,6 @@ class _Look(NamedTuple):
     held: list[Any]  # these, as they were
     untold: bool  # whether it may change without a trace: lazy parameters get shapes, modules may equal others
     dense: Sequence[Tensor]  # the parameters that have a shape and an address
-    kinds: list[object]  # of these
     samples: Sequence[Tensor]  # those of which the address is compared: it changes where one changes in place
     addresses: list[int]  # of the samples
     divided: Sequence[Any]  # the DTensors, whose memory is that of another tensor
@@ -134,8 +146,9 @@ class ModelSignature:
 
     def _only_moved(self, now: _Look) -> bool:
         """Whether parameters have new memory, and are of the same kind, as where a program assigns new values."""
-        if _kinds(now.dense) != now.kinds:
-            return False
+        with torch._C.DisableTorchFunctionSubclass():
+            if any(_kind_of(param) != now.known[id(param)].kind for param in now.dense):
+                return False
         self.moved = True
         now.addresses[:] = _addresses(now.samples)
         inside = _addresses_inside(now.divided)
@@ -170,8 +183,8 @@ class ModelSignature:
             elif not before.trainable:
                 if now.trainable:
                     return f"parameter {now.name!r} was unfrozen"
-            elif before[3:8] != now[3:8]:
-                return f"parameter {now.name!r} was converted from {_kind(before)} to {_kind(now)}"
+            elif before.kind != now.kind:
+                return f"parameter {now.name!r} was converted from {before.kind} to {now.kind}"
         self._let_unfreeze()
         return None
 
@@ -196,16 +209,7 @@ class ModelSignature:
         module = self._module
         with torch._C.DisableTorchFunctionSubclass():
             known = {
-                id(param): _Known(
-                    name,
-                    param,
-                    param.requires_grad,
-                    param.dtype,
-                    param.device,
-                    _shape_of(param),
-                    grad_dtype_of(param),
-                    _order_of(param),
-                )
+                id(param): _Known(name, param, param.requires_grad, _kind_of(param))
                 for name, param in module.named_parameters()
                 # functional_call() lets results stand in for parameters, whose gradients come through these.
                 if name not in self._ignored and param.is_leaf
@@ -233,7 +237,6 @@ class ModelSignature:
             untold=any(map(is_lazy, module.parameters()))
             or any(type(child).__eq__ is not object.__eq__ for child in children),
             dense=dense,
-            kinds=_kinds(dense),
             samples=samples,
             addresses=_addresses(samples),
             divided=divided,
@@ -251,19 +254,15 @@ def _addresses_inside(params: Sequence[Any]) -> list[int]:
     return [local_tensor_of(param).data_ptr() for param in params]
 
 
-def _kinds(params: Sequence[Tensor]) -> list[object]:
-    with torch._C.DisableTorchFunctionSubclass():
-        return [(param.dtype, param.device, param.shape, grad_dtype_of(param), _order_of(param)) for param in params]
+def _kind_of(param: Tensor) -> _Kind:
+    shape = torch.Size() if is_lazy(param) or param.is_nested else param.shape
+    return _Kind(param.dtype, param.device, shape, grad_dtype_of(param), _order_of(param))
 
 
 def _is_strided(param: Tensor) -> bool:
     """Whether it has a shape and an address, which is 0 where the memory is that of other tensors."""
     with torch._C.DisableTorchFunctionSubclass():
         return not is_lazy(param) and param.layout is torch.strided and not param.is_nested
-
-
-def _shape_of(param: Tensor) -> torch.Size:
-    return torch.Size() if is_lazy(param) or param.is_nested else param.shape
 
 
 def _same(tables: list[dict[str, Any]], copies: list[dict[str, Any]]) -> bool:
@@ -281,14 +280,6 @@ def _same(tables: list[dict[str, Any]], copies: list[dict[str, Any]]) -> bool:
 def _is_delicate(param: Tensor | None) -> bool:
     """Whether another tensor may be equal to it: a single element makes one answer, a subclass any."""
     return param is not None and (type(param) not in (nn.Parameter, Tensor) or param.is_nested or param.numel() == 1)
-
-
-def _kind(known: _Known) -> str:
-    dtype = str(known.dtype).removeprefix("torch.")
-    if known.grad_dtype != known.dtype:
-        dtype += f" with gradients of {str(known.grad_dtype).removeprefix('torch.')}"
-    order = f" with its dimensions in the order {known.order}" if known.order != tuple(sorted(known.order)) else ""
-    return f"{dtype} {tuple(known.shape)} on {known.device}{order}"
 
 
 def _order_of(param: Tensor) -> tuple[int, ...]:
