@@ -50,9 +50,7 @@ class BufferSync:
     is left to each rank, as a cache that grows with the longest input.
 
     Args:
-        module: whose buffers.
         ignored: names of buffers to leave alone.
-        group: process group.
         agreed: those on which the ranks have settled, in the order of the rank that sends; None for all that there are.
 
     Attributes:
@@ -79,13 +77,13 @@ class BufferSync:
         self._refused = False  # whether the ranks have not settled because of a conversion
         # The buffers when all ranks had the same values last, and what a write changes; None: unknown.
         self._marked: tuple[Mapping[str, Tensor], list[tuple[int, int]]] | None = None
-        self._look()
+        self.look_again()
         self._settled = self._kinds
         if agreed is not None:  # maybe by ranks of another process, whose device was another one
             pairs = ((name, kind, self._kinds.get(name, kind)) for name, kind in agreed.items())
             agreed = {name: own if own[:2] == kind[:2] else kind for name, kind, own in pairs}
         self.agreed = self._kinds if agreed is None else agreed
-        self._look()
+        self.look_again()
 
     @property
     def exist(self) -> bool:
@@ -105,17 +103,13 @@ class BufferSync:
     def look(self) -> Mapping[str, BufferKind]:
         """Return the kinds of all buffers, by name: the same object for as long as they do not change."""
         if self._were_replaced() or self._changed_in_place():
-            self._look()
+            self.look_again()
         return self._kinds
 
     def look_for_others(self) -> None:
         """Look whether buffers were replaced, added or removed."""
         if self._were_replaced():
-            self._look()
-
-    def look_again(self) -> None:
-        """Look at modules that were added or removed, too."""
-        self._look()
+            self.look_again()
 
     def settle(self, source: int) -> str | None:
         """Let those buffers travel from now on that rank `source` has, and that are of the same kind on all ranks.
@@ -125,7 +119,7 @@ class BufferSync:
         Returns:
             The error for every rank, where a rank has converted a buffer and another one has not.
         """
-        self._look()
+        self.look_again()
         ours = {name: str(kind) for name, kind in self._kinds.items()}
         shapes = {name: str(tuple(kind.shape)) for name, kind in self._kinds.items()}
         own = [line for name in ours for line in (name, ours[name], shapes[name])]
@@ -224,20 +218,23 @@ class BufferSync:
         before = dict(zip(found, writes, strict=True))
         now = zip(self.found, _writes_of(self._travelling), strict=True)
         names = {name for name, write in now if before.get(name) != write}
-        if compare and self._fits and self._broadcasts is not None:
-            sent = chain.from_iterable(broadcast.values for broadcast in self._broadcasts)
+        if compare and self._fits:
             names.update(
                 name
-                for name, value in zip(self._by_device(), sent, strict=True)
+                for name, value in self._sent().items()
                 if value.is_cpu and not _have_same_bits(self.found[name], value)
             )
         names = names.difference(self._only_written()) if names else names
         return [name for name in self.agreed if name in names]
 
-    def _by_device(self) -> list[str]:
-        """Return the names of the buffers that travel, in the order of the values of all broadcasts."""
+    def _sent(self) -> dict[str, Tensor]:
+        """Return the values that the broadcasts have sent last, by name."""
+        if self._broadcasts is None:
+            return {}
         devices = dict.fromkeys(kind.device for kind in self.agreed.values())
-        return [name for device in devices for name, kind in self.agreed.items() if kind.device == device]
+        names = [name for device in devices for name, kind in self.agreed.items() if kind.device == device]
+        sent = chain.from_iterable(broadcast.values for broadcast in self._broadcasts)
+        return dict(zip(names, sent, strict=True))
 
     def _only_written(self) -> list[str]:
         """Return the buffers that the next forward writes and does not read."""
@@ -290,7 +287,8 @@ class BufferSync:
     def _changed_in_place(self) -> bool:
         return any(map(_can_travel, self._left)) or self._traits != _traits(self._travelling)
 
-    def _look(self) -> None:
+    def look_again(self) -> None:
+        """Look at modules that were added or removed, too."""
         tables = [(prefix, child._buffers) for prefix, child in self._module.named_modules()]
         named = [(f"{prefix}.{key}" if prefix else key, buf) for prefix, table in tables for key, buf in table.items()]
         parts = {name: _travelling_parts(buf) for name, buf in named if name not in self._ignored}
@@ -311,19 +309,10 @@ class BufferSync:
         self._fits = all(kinds.get(name) == kind for name, kind in self.agreed.items())
         if kinds == self._kinds and all(map(is_, found.values(), self.found.values())):
             return  # some lie in other memory by now
-        self._keep_last()
+        self._last.update(self._sent())
+        self._broadcasts = None
         self.found = found
         self._kinds = next((known for known in (self._settled, self._kinds) if known == kinds), kinds)
-
-    def _keep_last(self) -> None:
-        """Drop the broadcasts, and keep what they sent last."""
-        if self._broadcasts is not None:
-            by_device: dict[torch.device, list[str]] = {}
-            for name, kind in self.agreed.items():
-                by_device.setdefault(kind.device, []).append(name)
-            for names, broadcast in zip(by_device.values(), self._broadcasts, strict=True):
-                self._last.update(zip(names, broadcast.values, strict=True))
-        self._broadcasts = None
 
 
 class _InnerTensors:
