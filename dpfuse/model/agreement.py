@@ -85,13 +85,6 @@ def prepare_group(
 ) -> None:
     """Start the heartbeat of a group, and try what it must be able to do; to be called on all its ranks.
 
-    Args:
-        group: process group.
-        devices: of the gradients.
-        wire: how they travel.
-        deterministic: whether they are added up in the order of the ranks.
-        stall_timeout: seconds; of a heartbeat that starts.
-
     Raises:
         DPFuseError: the back end lacks what the options need; on every rank.
     """

@@ -31,7 +31,6 @@ class BufferSchedule(Feature, Companion):
     window sends them, too.
 
     Args:
-        buffers: to send.
         active: whether to send them, in backward and before a forward.
 
     Attributes:

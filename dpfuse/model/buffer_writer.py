@@ -22,10 +22,6 @@ class BufferWriter:
     besides the module, the buffer gets other memory. If a program has it, too (a kept `state_dict()`, a view in a loss,
     another buffer), the program's tensors keep the memory, and what the graph has saved gets a copy. Where neither can
     be done, the write counts as one, and autograd refuses that graph.
-
-    Args:
-        module: that has the buffers.
-        buffers: to write to.
     """
 
     def __init__(self, module: nn.Module, buffers: Sequence[Tensor]) -> None:

@@ -53,9 +53,6 @@ def check_module(
     """The plan of a module that can be synchronised.
 
     Args:
-        module: to be checked.
-        options: of the wrapper.
-        group: process group, if there is one.
         ours: ids of parameters on which the wrapper has hooks already.
         kept: ids of parameters that have a place in the plan though they may be frozen.
 
@@ -243,9 +240,6 @@ def describe_attributes(named: Mapping[str, Tensor]) -> list[str]:
     """One line with a hash per tensor in an attribute of a tensor whose class has its other values in memory.
 
     Those are sent, and an attribute is not. Where it differs, the two would make other weights than those of rank 0.
-
-    Args:
-        named: all that is sent, by what it is and its name.
     """
     inside = {name: inner_tensors(tensor) for name, tensor in named.items()}
     sent = {
@@ -262,9 +256,7 @@ def describe_attributes(named: Mapping[str, Tensor]) -> list[str]:
 def hashes_of_attributes(tensor: Tensor, sent: Collection[int] = ()) -> dict[str, int]:
     """The hash of each tensor in the attributes of one of a class of its own, by the attributes that lead to it.
 
-    Args:
-        tensor: whose attributes.
-        sent: addresses of the memory of attributes to leave out.
+    Those at the addresses `sent` are left out.
     """
     found: dict[str, int] = {}
     for path, attribute in attributes_of(tensor).items():

@@ -18,12 +18,7 @@ __all__ = ["check_divided", "words_of_division"]
 
 
 def check_divided(named: Mapping[str, Tensor], options: SyncOptions, group: dist.ProcessGroup | None) -> None:
-    """Check the DTensors of a module.
-
-    Args:
-        named: its parameters and buffers, of a DTensor the part of this rank.
-        options: of the wrapper.
-        group: process group, if there is one.
+    """Check the DTensors among the parameters and buffers of a module, each given as the part of this rank.
 
     Raises:
         ValueError: a DTensor cannot be averaged, or an option has no meaning beside it.

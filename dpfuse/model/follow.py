@@ -28,15 +28,9 @@ class ModuleFollower:
     """Notices that the module of this rank was changed, and prepares the synchronisation of its gradients for that.
 
     Args:
-        module: the wrapped module.
-        signature: what the module was when it was wrapped.
-        options: the options of the wrapper.
-        grads: the synchronisation of the gradients.
-        buffers: the synchronisation of the module's buffers.
-        schedule: whether they are ever sent. Then the ranks compare which buffers they have.
+        schedule: whether buffers are ever sent. Then the ranks compare which ones they have.
         may_have_changed: called before the module is looked at.
         agreed: called once all ranks have changed their modules in the same way.
-        window: knows whether gradients were accumulated in it.
     """
 
     def __init__(

@@ -35,11 +35,6 @@ def send_foreign(named: Mapping[str, Tensor], group: dist.ProcessGroup, source: 
 
     To be called on every rank.
 
-    Args:
-        named: by what they are and their names; those with memory are left out.
-        group: the ranks.
-        source: one of them.
-
     Raises:
         DPFuseError: an operation has failed on some ranks only; on every rank.
     """

@@ -76,7 +76,6 @@ def reading_of(
 
     Args:
         state: of this module or of a wrapper around it, compiled by torch.compile or not.
-        module: without the wrapper.
         versions: of the modules, as the state dict has them; None where it has none.
         prefixed: whether the wrapper's own state dicts have the prefix `module.`.
     """

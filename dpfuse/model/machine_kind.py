@@ -13,9 +13,6 @@ __all__ = ["machine_kind"]
 def machine_kind(device: torch.device) -> dict[str, str]:
     """Return what decides bits, by name. Where two machines differ in none of it, they are of one kind.
 
-    Args:
-        device: on which the model computes.
-
     Example:
         >>> import torch
         >>> from dpfuse.model.machine_kind import machine_kind

@@ -68,13 +68,7 @@ class MicroLoop(Feature):
     twice, is an error on this rank; its peers hear of it as of any rank that has failed.
 
     Args:
-        deal: of the micro-batches.
-        rank: of this process.
-        module: that is wrapped.
         window: of the model; it never synchronises but in the last backward of a loop.
-        seed: of the training.
-        steps: how many are done.
-        threads: with which torch computes on all ranks.
         forget: throws away what was added up.
 
     Attributes:

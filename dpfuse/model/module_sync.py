@@ -90,14 +90,9 @@ class ModuleSync:
 
     Args:
         module: checked by `check_module`, equal on all ranks.
-        plan: its buckets.
-        group: the ranks.
-        options: of the wrapper.
         number: of the wrapper, among those of its group.
-        face: what the wrapper adds.
 
     Attributes:
-        options: as given.
         grads: the synchronisation of the gradients; it owns the group, the plan and the reducer.
         window: counts what ranks must have in common.
         factors: what multiplies gradients while they are packed.
@@ -224,9 +219,6 @@ class ModuleSync:
 
     def before_forward(self, inputs: Inputs = ((), {})) -> bool:
         """To be called before a forward that may have a backward.
-
-        Args:
-            inputs: its arguments.
 
         Returns:
             Whether its backward may reach parameters of the module. It cannot where `functional_call()` has put other

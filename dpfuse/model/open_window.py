@@ -22,7 +22,6 @@ class OpenWindow(Watcher):
     what it does not use. Where no step of an optimizer of torch was ever heard, nothing is said.
 
     Args:
-        window: of the model.
         params: returns the parameters whose gradients are averaged.
         feeds: returns what holds gradients in place of `.grad`.
     """

@@ -33,7 +33,6 @@ class Option:
     """The declaration of one option.
 
     Args:
-        default: its value if it is left out.
         text: what it does, for the docstrings of the wrappers.
         check: raises TypeError or ValueError for a value that cannot be used; gets the option's name and the value.
         other_defaults: by the name of a wrapper, where its default differs.
@@ -239,11 +238,7 @@ def _type_text(name: str) -> str:
 
 
 def filled(options: CommonOptions, face: type) -> CommonOptions:
-    """Return these options and the defaults of all others.
-
-    Args:
-        options: what a caller has passed.
-        face: the class that was called, for the error.
+    """Return these options of a wrapper, and the defaults of all others.
 
     Raises:
         TypeError: there is no such option.

@@ -84,10 +84,6 @@ def given_plan(value: Any) -> BucketPlan | None:
 def fitted(plan: BucketPlan, specs: Sequence[ParamSpec]) -> BucketPlan:
     """Return the same buckets for the parameters of a model, on their device.
 
-    Args:
-        plan: made for a model with the same parameters.
-        specs: the parameters of the model.
-
     Raises:
         ValueError: the plan is of another model; names the first parameter that differs.
     """

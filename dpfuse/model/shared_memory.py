@@ -49,9 +49,6 @@ def describe_shared(params: Mapping[str, Tensor]) -> list[str]:
     """Return one line for each parameter that trains in memory of the host that other processes may have.
 
     Nothing is read of the system unless torch knows of memory that is not its own.
-
-    Args:
-        params: by name, of a DTensor the part of this rank.
     """
     found = [
         (name, memory)
@@ -108,11 +105,7 @@ def _is_device(path: str = "") -> bool:
 
 
 def refuse_common(lines: Sequence[str], group: dist.ProcessGroup) -> None:
-    """Compare such parameters over the ranks; to be called on all of them.
-
-    Args:
-        lines: of `describe_shared` on this rank.
-        group: the ranks.
+    """Compare what `describe_shared` has returned over the ranks; to be called on all of them.
 
     Raises:
         DPFuseError: two ranks have memory in common; on every rank.

@@ -80,9 +80,7 @@ class ModelSignature:
     `.data` is assigned, and has another address then. Of a module with many parameters only the first one is asked
     for its address. What is missed by that is an error of the backward, which cannot pack a gradient of another kind.
 
-    Args:
-        module: the module to remember.
-        ignored: names of parameters that may change.
+    Parameters whose names are `ignored` may change.
     """
 
     def __init__(self, module: nn.Module, ignored: Collection[str] = ()) -> None:

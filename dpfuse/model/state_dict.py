@@ -32,9 +32,7 @@ READ = "dpfuse read the keys"  # in what torch gives a wrapper as its version: i
 def without_prefix(state_dict: Mapping[str, Any], module: nn.Module) -> OrderedDict[str, Any]:
     """The same entries under the module's own names, arrays as tensors; versions of modules are kept.
 
-    Args:
-        state_dict: of the module or of a wrapper around it, compiled or not; tensors or numpy arrays.
-        module: without the wrapper.
+    They may be of the module or of a wrapper around it, compiled or not.
     """
     values, versions, reading = _read(state_dict, module, prefixed=False)
     own = OrderedDict((reading.name(key) or key, value) for key, value in values.items())
@@ -44,12 +42,7 @@ def without_prefix(state_dict: Mapping[str, Any], module: nn.Module) -> OrderedD
 
 
 def with_prefix(state_dict: Mapping[str, Any], module: nn.Module) -> OrderedDict[str, Any]:
-    """The same entries under the names that a wrapper gives them in which the module is the child `module`.
-
-    Args:
-        state_dict: as for `without_prefix`.
-        module: without the wrapper.
-    """
+    """The same entries under the names that a wrapper gives them in which the module is the child `module`."""
     values, versions, reading = _read(state_dict, module, prefixed=True)
     own = OrderedDict((_prefixed(reading, key), value) for key, value in values.items())
     named = {_prefixed(reading, f"{key}." if key else key): value for key, value in (versions or {}).items()}
@@ -60,12 +53,7 @@ def with_prefix(state_dict: Mapping[str, Any], module: nn.Module) -> OrderedDict
 
 @contextmanager
 def naming_keys(state_dict: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[None]:
-    """Say in torch's error which names the state dict has where it was read with others.
-
-    Args:
-        state_dict: what a user passed.
-        own: the same entries, as they are loaded.
-    """
+    """Say in torch's error which names the user's state dict has where it was read with others, its `own`."""
     try:
         yield
     except RuntimeError as error:
@@ -96,12 +84,7 @@ def _as_tensor(value: Any) -> Any:
 
 
 def check_mapping(state_dict: Any, caller: str) -> None:
-    """Raise TypeError unless this is a dict of tensors by name.
-
-    Args:
-        state_dict: what a user passed.
-        caller: the name of the function to which it was passed.
-    """
+    """Raise TypeError unless what a user passed to the function `caller` is a dict of tensors by name."""
     if not isinstance(state_dict, Mapping):
         remedy = (
             f"Read the file first: {caller}(load({state_dict!r}))."
@@ -129,10 +112,6 @@ def own_names(module: nn.Module) -> dict[str, str]:
 
 def load_leniently(module: nn.Module, state_dict: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     """Load what fits by name; warn of what is missing or unexpected.
-
-    Args:
-        module: the wrapped module.
-        state_dict: its own keys, tensors; an extra state may be anything.
 
     Returns:
         (missing keys, unexpected keys); a key whose tensor was loaded under another name is not missing.
@@ -177,14 +156,7 @@ def _some(keys: list[str]) -> str:
 def accept_unprefixed(
     wrapper: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Mapping[str, Any], *_: Any
 ) -> None:
-    """A hook before loading: names of the bare module get the prefix that the wrapper, one level more, expects.
-
-    Args:
-        wrapper: whose child `module` the names belong to.
-        state: changed in place.
-        prefix: of the wrapper's own names in `state`.
-        local_metadata: of the wrapper.
-    """
+    """A hook before loading: names of the bare module get the prefix that the wrapper, one level more, expects."""
     if local_metadata.get(READ):
         return
     ours = OrderedDict((key.removeprefix(prefix), state.pop(key)) for key in list(state) if key.startswith(prefix))

@@ -53,11 +53,6 @@ def misfits(module: nn.Module, state: Mapping[str, Any], versions: Mapping[str, 
     Stand-ins of the parts run the hooks. They have the same attributes, and tensors without values, as have the
     entries of the state dict. So what a hook writes to its module, or into a tensor, is gone afterwards.
 
-    Args:
-        module: which has such hooks.
-        state: under the module's own names.
-        versions: of the modules, by name; None where the state dict has none.
-
     Raises:
         Exception: a hook has raised it, perhaps since it reads values.
     """

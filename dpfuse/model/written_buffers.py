@@ -27,9 +27,6 @@ class WrittenBuffers:
     The next forward had other values on each rank then, unless a collective of the program has made them equal. So the
     values that arrive are compared with those that they replace, where they can be read without a wait.
 
-    Args:
-        buffers: that travel.
-
     Attributes:
         differ: whether ranks have written different ones, so that buffers must be sent before forwards.
     """
