@@ -216,13 +216,13 @@ class DistributedDataParallel(TorchHooks, Joinable):
             self._find_optimizers()
         if hook is not None:
             self._buffer_futures.wait()  # those of a forward without a backward, or with one inside no_sync()
-            sync.use_buffers(before_forward=self._sends_buffers and hook.before_forward, beside_gradients=False)
+            sync.buffers.before_forward = self._sends_buffers and hook.before_forward
+            sync.buffers.beside_gradients = False
         else:
             # After a forward inside no_sync(), `buffers` itself knows whether a backward has ended the window.
             first = self.require_forward_param_sync or sync.buffers.local
-            sync.use_buffers(
-                before_forward=self.forward_sync_buffers and first, beside_gradients=self.forward_sync_buffers
-            )
+            sync.buffers.before_forward = self.forward_sync_buffers and first
+            sync.buffers.beside_gradients = self.forward_sync_buffers
         if self.device_ids:
             inputs, kwargs = on_device(inputs, kwargs, self.device)
         # Dynamo asks torch's class which wrapper is running, to split the graph at bucket borders.

@@ -130,8 +130,9 @@ class UnevenInputsHook(JoinHook):
         """
         try:
             turn = max(self._exchange(0))
-            self._sync.buffers.begin_forward(due=bool(turn & Turn.BUFFERS), local=not turn & Turn.SYNC, is_own=False)
-            self._sync.use_buffers(before_forward=False, beside_gradients=bool(turn & Turn.BUFFERS_AFTER))
+            buffers = self._sync.buffers
+            buffers.begin_forward(due=bool(turn & Turn.BUFFERS), local=not turn & Turn.SYNC, is_own=False)
+            buffers.before_forward, buffers.beside_gradients = False, bool(turn & Turn.BUFFERS_AFTER)
             self._model.require_forward_param_sync = bool(turn & Turn.SYNC)  # as a forward leaves it
             if turn & Turn.SYNC:
                 self._set_gradients_aside()

@@ -21,7 +21,7 @@ from dpfuse.engine.inner_tensors import inner_tensors, memory_of
 from dpfuse.engine.local_part import local_of
 from dpfuse.model.buffer_writer import BufferWriter
 
-__all__ = ["BufferKind", "BufferSync"]
+__all__ = ["BufferKind", "BufferSync", "travelling_parts"]
 
 END = (object(),)  # after what is compared, so that lists of different lengths differ
 _shape_of, _dtype_of, _version_of = attrgetter("shape"), attrgetter("dtype"), attrgetter("_version")
@@ -291,7 +291,7 @@ class BufferSync:
         """Look at modules that were added or removed, too."""
         tables = [(prefix, child._buffers) for prefix, child in self._module.named_modules()]
         named = [(f"{prefix}.{key}" if prefix else key, buf) for prefix, table in tables for key, buf in table.items()]
-        parts = {name: _travelling_parts(buf) for name, buf in named if name not in self._ignored}
+        parts = {name: travelling_parts(buf) for name, buf in named if name not in self._ignored}
         # Each shows what is there when it is read.
         self._places: list[Iterable[object]] = [
             *(table.values() for _, table in tables if table),
@@ -326,10 +326,10 @@ class _InnerTensors:
 
 
 def _can_travel(buffer: Tensor | None) -> bool:
-    return bool(_travelling_parts(buffer))
+    return bool(travelling_parts(buffer))
 
 
-def _travelling_parts(buffer: Tensor | None) -> Mapping[str, Tensor]:
+def travelling_parts(buffer: Tensor | None) -> Mapping[str, Tensor]:
     """Return the tensors with memory in which a buffer has its values, as `inner_tensors`; none if it cannot travel."""
     if buffer is None or is_lazy(buffer):
         return {}

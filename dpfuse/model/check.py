@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import SyncBatchNorm, _NormBase
 from torch.nn.parameter import is_lazy
 
 from dpfuse.comm.abilities import backend_of
@@ -21,7 +22,6 @@ from dpfuse.engine.param_spec import describe_parameters, grad_dtype_of
 from dpfuse.engine.plan import DEFAULT_SIZE, BucketPlan, plan_buckets
 from dpfuse.engine.user_line import warn_at_user
 from dpfuse.model.divided import check_divided, words_of_division
-from dpfuse.model.micro_loop import check_micro_batches
 from dpfuse.model.plan_file import fitted, given_plan, plan_digest
 from dpfuse.version import __version__
 from dpfuse.weights.host_hash import folded, hash_of_memory
@@ -116,7 +116,7 @@ def check_module(
                 "embedding with sparse=False."
             )
     if (count := options.micro_batches) is not None and group is not None:
-        check_micro_batches(module, count, plan, group)
+        _check_micro_batches(module, count, plan, group)
     return plan
 
 
@@ -189,6 +189,31 @@ def _check_data(what: str, tensor: Tensor, *, trains: bool = False) -> None:
                 f"{memory.stride()}; expected memory of its own for each element, since rank 0's data is written into "
                 "it. Register a .clone(memory_format=torch.contiguous_format) of it, after .resolve_conj() where it "
                 "is complex."
+            )
+
+
+def _check_micro_batches(module: nn.Module, count: int, plan: BucketPlan, group: dist.ProcessGroup) -> None:
+    """Raise ValueError where a module cannot be trained with a fixed number of micro-batches; the text has a name."""
+    begin = f"fixed_micro_batches={count}"
+    if count < group.size():
+        raise ValueError(
+            f"{begin} was passed on {group.size()} ranks, expected at least as many micro-batches as ranks. Make "
+            "micro-batches smaller, or start fewer ranks."
+        )
+    for spec in plan.specs:
+        if spec.sparse:
+            raise ValueError(
+                f"{begin} was passed for the parameter {spec.name!r} with sparse gradients, expected dense ones. Build "
+                "its embedding with sparse=False."
+            )
+    for name, layer in module.named_modules():
+        if isinstance(layer, SyncBatchNorm) or (
+            isinstance(layer, _NormBase) and layer.training and layer.running_mean is not None
+        ):
+            raise ValueError(
+                f"{begin} was passed for the {type(layer).__name__} {name!r} in training mode, expected no layer whose "
+                "statistics depend on which micro-batches a rank has. Use GroupNorm or LayerNorm, pass "
+                "track_running_stats=False, or call eval() of the layer before wrapping."
             )
 
 
@@ -268,7 +293,7 @@ def hashes_of_attributes(tensor: Tensor, sent: Collection[int] = ()) -> dict[str
 
 def bits_of(memory: Tensor) -> int:
     """The hash of the bits of a tensor with memory."""
-    return hash_of_memory(memory.detach().resolve_neg().cpu().contiguous().view(-1), 0)
+    return hash_of_memory(memory.detach().resolve_conj().resolve_neg().cpu().contiguous().view(-1), 0)
 
 
 def describe_buffers(module: nn.Module, options: SyncOptions, *, saved: bool) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -11,22 +11,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import SyncBatchNorm, _NormBase
 from torch.optim import Optimizer
 
 from dpfuse.comm import collective
 from dpfuse.data.position import integer
 from dpfuse.data.seeds import seed_by
 from dpfuse.engine.feature import Engine, Feature
-from dpfuse.engine.local_part import LocalPart, local_of
+from dpfuse.engine.inner_tensors import memory_of
 from dpfuse.engine.micro_batches import MicroBatches
-from dpfuse.engine.plan import BucketPlan
 from dpfuse.engine.report_layout import Field
 from dpfuse.engine.sync_decision import Window
 from dpfuse.errors import DPFuseError
-from dpfuse.weights.hashing import Hashing
+from dpfuse.model.buffers import travelling_parts
+from dpfuse.model.check import bits_of
+from dpfuse.weights.host_hash import folded
 
-__all__ = ["MicroLoop", "check_micro_batches", "common_seed", "refuse_without_group", "set_threads"]
+__all__ = ["MicroLoop", "common_seed", "refuse_without_group", "set_threads"]
 
 THREADS = "DPFUSE_THREADS"  # the variable that asks for more than one thread
 COMPARED = 2  # steps, the first of each mode, in which buffers are compared by value, and
@@ -348,28 +348,15 @@ class MicroLoop(Feature):
             if buffer is not None and name not in layer._non_persistent_buffers_set
         }
         compared = self._quiet < COMPARED or self._quiet % COMPARED_EVERY == 0
-        values = _hashes_of(found) if compared else {}
         return {
-            name: _Written(buffer, 0 if buffer.is_inference() else buffer._version, values.get(name, 0))
+            name: _Written(buffer, 0 if buffer.is_inference() else buffer._version, _hash_of(buffer) if compared else 0)
             for name, buffer in found.items()
         }
 
 
-def _hashes_of(buffers: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return the hash of each buffer whose memory can be read, by name."""
-    by_device: dict[torch.device, dict[str, Tensor]] = {}
-    for name, buffer in buffers.items():
-        local = local_of(buffer)
-        if type(local) in (Tensor, LocalPart) and local.layout is torch.strided and _can_be_read(local):
-            by_device.setdefault(local.device, {})[name] = local.detach()
-    hashes: dict[str, int] = {}
-    for device, tensors in by_device.items():
-        hashes.update(zip(tensors, Hashing(tensors, {}, device).each().tolist(), strict=True))
-    return hashes
-
-
-def _can_be_read(buffer: Tensor) -> bool:
-    return not (buffer.is_meta or buffer.is_quantized) and buffer.untyped_storage().nbytes() > 0
+def _hash_of(buffer: Tensor) -> int:
+    """Return the hash of the bits of a buffer, which is 0 where they cannot be read."""
+    return folded([bits_of(memory_of(part)) for part in travelling_parts(buffer).values()])
 
 
 def refuse_without_group(count: int) -> None:
@@ -378,31 +365,6 @@ def refuse_without_group(count: int) -> None:
         f"fixed_micro_batches={count} was passed without a process group, expected one, also of one rank. Call "
         "dpfuse.init_parallel_env() before wrapping, and start the program with the launcher."
     )
-
-
-def check_micro_batches(module: nn.Module, count: int, plan: BucketPlan, group: dist.ProcessGroup) -> None:
-    """Raise ValueError where a module cannot be trained with a fixed number of micro-batches; the text has a name."""
-    begin = f"fixed_micro_batches={count}"
-    if count < group.size():
-        raise ValueError(
-            f"{begin} was passed on {group.size()} ranks, expected at least as many micro-batches as ranks. Make "
-            "micro-batches smaller, or start fewer ranks."
-        )
-    for spec in plan.specs:
-        if spec.sparse:
-            raise ValueError(
-                f"{begin} was passed for the parameter {spec.name!r} with sparse gradients, expected dense ones. Build "
-                "its embedding with sparse=False."
-            )
-    for name, layer in module.named_modules():
-        if isinstance(layer, SyncBatchNorm) or (
-            isinstance(layer, _NormBase) and layer.training and layer.running_mean is not None
-        ):
-            raise ValueError(
-                f"{begin} was passed for the {type(layer).__name__} {name!r} in training mode, expected no layer whose "
-                "statistics depend on which micro-batches a rank has. Use GroupNorm or LayerNorm, pass "
-                "track_running_stats=False, or call eval() of the layer before wrapping."
-            )
 
 
 def set_threads() -> int:

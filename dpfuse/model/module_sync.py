@@ -307,11 +307,6 @@ class ModuleSync:
         """Whether a forward that begins now sends buffers first."""
         return self.buffers.due(counts=self._module.training)
 
-    def use_buffers(self, *, before_forward: bool, beside_gradients: bool) -> None:
-        """Say whether buffers are sent before the next forward, if they must be, and in the backwards from now on."""
-        self.buffers.before_forward = before_forward
-        self.buffers.beside_gradients = beside_gradients
-
     def send_model(self, *, buffers: bool) -> None:
         """Overwrite parameters, and buffers if asked to, with those of the rank `grads.source`."""
         params, others = tensors_of(self._module, self.options)
@@ -326,12 +321,8 @@ class ModuleSync:
     def synchronize_weights(self) -> None:
         """As that of the wrapper."""
         group = self.grads.group
-        phase = self.grads.reducer.phase
-        if phase not in (IDLE, ABANDONED):
-            raise DPFuseError(
-                f"rank {group.rank()}: synchronize_weights() was called while a backward is {phase.name}, expected it "
-                "between backwards. Call it once backward() has returned."
-            )
+        if self.grads.reducer.phase is not ABANDONED:
+            self._refuse_running("synchronize_weights() was called", " Call it once backward() has returned.")
         self.complete_failed()
         what, remedy = "the weights to be synchronized", "Change the module in the same way on every rank."
         try:
@@ -388,13 +379,17 @@ class ModuleSync:
         Raises:
             DPFuseError: a backward is running.
         """
+        self._refuse_running("autotune was called")
+        self._follower.ask(wish)
+
+    def _refuse_running(self, what: str, remedy: str = "") -> None:
+        """Raise DPFuseError if `what` was done while a backward is running, or was interrupted."""
         phase = self.grads.reducer.phase
         if phase is not IDLE:
             raise DPFuseError(
-                f"rank {self.grads.group.rank()}: autotune was called while a backward is {phase.name}, expected it "
-                "between backwards."
+                f"rank {self.grads.group.rank()}: {what} while a backward is {phase.name}, expected it between "
+                f"backwards.{remedy}"
             )
-        self._follower.ask(wish)
 
     def shadow_backward(self) -> None:
         """As that of `GradSync`."""
@@ -413,13 +408,9 @@ class ModuleSync:
                 "register_comm_hook or register_builtin_comm_hook can only be called once. Got "
                 f"{hook.name} after {self.grads.hook.name}; wrap the module again to change it."
             )
-        rank, phase, change = self.grads.group.rank(), self.grads.reducer.phase, self.grads.reducer.change
+        rank, change = self.grads.group.rank(), self.grads.reducer.change
         refuse("hook", f"rank {rank}: a communication hook was registered with", self.in_use)
-        if phase is not IDLE:
-            raise DPFuseError(
-                f"rank {rank}: a communication hook was registered while a backward is {phase.name}, expected it "
-                "between backwards. Register it right after wrapping."
-            )
+        self._refuse_running("a communication hook was registered", " Register it right after wrapping.")
         if change:
             raise DPFuseError(
                 f"rank {rank}: a communication hook was registered after {change} and before a backward synchronised "
