@@ -20,10 +20,6 @@ LOGS = {
 }
 
 
-class _OwnHandler(logging.StreamHandler):  # type: ignore[type-arg]
-    """Marks the handlers that `show_chosen_logs` has added."""
-
-
 def show_chosen_logs() -> None:
     """Show the logs that DPFUSE_LOGS names on stderr, once.
 
@@ -47,8 +43,9 @@ def show_chosen_logs() -> None:
             raise ValueError(f"{VARIABLE} names {name!r}, expected some of {', '.join(LOGS)}, separated by commas")
     for name in chosen:
         logger = logging.getLogger(f"dpfuse.{name}")
-        if not any(isinstance(handler, _OwnHandler) for handler in logger.handlers):
-            handler = _OwnHandler()
+        if not any(handler.name == VARIABLE for handler in logger.handlers):
+            handler = logging.StreamHandler()
+            handler.name = VARIABLE
             handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
             logger.addHandler(handler)
             logger.setLevel(logging.INFO)

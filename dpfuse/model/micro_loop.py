@@ -100,7 +100,6 @@ class MicroLoop(Feature):
         self._window = window
         self._forget = forget
         self._loop = _Loop(is_done=True)
-        self._tables = [layer._parameters for layer in module.modules() if layer._parameters]
         self._with_buffers = [
             (f"{name}." if name else "", layer)
             for name, layer in module.named_modules()
@@ -167,12 +166,7 @@ class MicroLoop(Feature):
         return self._run(loop)
 
     def _begin(self) -> _Loop:
-        frozen = [
-            param
-            for table in self._tables
-            for param in table.values()
-            if param is not None and not param.requires_grad  # it may be unfrozen
-        ]
+        frozen = [param for param in self._module.parameters() if not param.requires_grad]  # it may be unfrozen
         params = [*self._engine.params, *frozen]
         return _Loop(params, list(map(_requires_grad, params)))
 

@@ -48,13 +48,18 @@ class Option:
         return self.other_defaults.get(face.__name__, self.default)
 
 
-def _every(name: str, value: Any) -> None:
-    if isinstance(value, bool) or (isinstance(value, int) and value >= 1):
-        return
-    raise (ValueError if isinstance(value, int) else TypeError)(
-        f"{name} must be True, False or a whole number of at least 1, got {value!r} of type {type(value).__name__}; "
-        f"for example {name}=20 measures every 20th synchronised backward"
-    )
+def _count_or(*others: bool | None, remedy: str) -> Callable[[str, Any], None]:
+    def check(name: str, value: Any) -> None:
+        is_number = isinstance(value, int) and not isinstance(value, bool)
+        if any(value is other for other in others) or (is_number and value >= 1):
+            return
+        listed = ", ".join(map(str, others))
+        raise (ValueError if is_number else TypeError)(
+            f"{name} must be {listed} or a whole number of at least 1, got {value!r} of type {type(value).__name__}; "
+            f"for example {name}={remedy}"
+        )
+
+    return check
 
 
 def _flag(name: str, value: Any) -> None:
@@ -82,15 +87,6 @@ def _seconds(name: str, value: Any) -> None:
         )
     if not value > 0:
         raise ValueError(f"{name} must be > 0 s, got {value!r}; float('inf') waits for silent ranks for ever")
-
-
-def _micro_batches(name: str, value: Any) -> None:
-    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
-        return
-    raise (ValueError if isinstance(value, int) and not isinstance(value, bool) else TypeError)(
-        f"{name} must be None or a whole number of at least 1, got {value!r} of type {type(value).__name__}; for "
-        f"example {name}=8 is right for 1 to 8 ranks"
-    )
 
 
 def _rule_or_plan(name: str, value: Any) -> None:
@@ -176,7 +172,7 @@ class CommonOptions(TypedDict, total=False):
             "gradients are added in one fixed binary tree in float32 and divided by their number, so weights have the "
             "same bits on 1, 2, 3 or more ranks of one kind of machine. torch then computes with one thread, or with "
             "`DPFUSE_THREADS`. Layers whose statistics depend on the rank, such as BatchNorm, are refused.",
-            _micro_batches,
+            _count_or(None, remedy="8 is right for 1 to 8 ranks"),
         ),
     ]
     accumulate_in_buckets: Annotated[
@@ -197,7 +193,7 @@ class CommonOptions(TypedDict, total=False):
             "True measures each synchronised backward for `metrics()`: times, bytes, norm, and the gradient noise "
             "scale. That reads the gradients twice more. A number n measures every n-th one, and the rest cost "
             "nothing.",
-            _every,
+            _count_or(True, False, remedy="20 measures every 20th synchronised backward"),
         ),
     ]
     plan: Annotated[
