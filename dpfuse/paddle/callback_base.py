@@ -2,41 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 
-from torch import nn
-
-__all__ = ["Callback", "CallbackList", "Logs", "Model"]
+__all__ = ["Callback", "CallbackList", "Logs"]
 
 Logs = dict[str, Any] | None
-
-
-class Model(Protocol):
-    """What callbacks use of the `dpfuse.paddle.Model` that calls them, which imports this file."""
-
-    stop_training: bool  # True ends `fit` after the epoch
-
-    @property
-    def network(self) -> nn.Module:
-        """The bare network."""
-
-    @property
-    def stepped(self) -> bool:
-        """Whether the optimizer has made a step with the last training batch."""
-
-    def parameters(self) -> list[nn.Parameter]:
-        """The network's parameters."""
-
-    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Compute loss and metrics; see `Model.evaluate`."""
-
-    def predict(self, *args: Any, **kwargs: Any) -> list[Any]:
-        """Return the network's outputs; see `Model.predict`."""
-
-    def save(self, path: str | os.PathLike[str], training: bool = True) -> None:
-        """Write parameters and optimizer; see `Model.save`."""
 
 
 class Callback:
@@ -57,14 +28,14 @@ class Callback:
     Source: `paddle.callbacks.Callback`; `close` is new.
     """
 
-    model: Model
+    model: Any
     params: dict[str, Any]
 
     def set_params(self, params: dict[str, Any]) -> None:
         """Called before all other hooks."""
         self.params = params
 
-    def set_model(self, model: Model) -> None:
+    def set_model(self, model: Any) -> None:
         """Called before all other hooks."""
         self.model = model
 
@@ -115,18 +86,9 @@ class Callback:
 
 
 class CallbackList:
-    """Calls every callback's hook, in order.
+    """Calls every callback's hook, in order."""
 
-    Args:
-        callbacks: one or several.
-        model: passed to each callback.
-        params: passed to each callback.
-
-    Raises:
-        TypeError: An object is no Callback.
-    """
-
-    def __init__(self, callbacks: Iterable[Callback], model: Model, params: dict[str, Any]) -> None:
+    def __init__(self, callbacks: Iterable[Callback], model: Any, params: dict[str, Any]) -> None:
         self._callbacks = list(callbacks)
         for callback in self._callbacks:
             if not isinstance(callback, Callback):
