@@ -6,7 +6,6 @@ import inspect
 import warnings
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import dpfuse
@@ -43,16 +42,12 @@ class DataParallel(dpfuse.DataParallel):
         layers: nn.Module,
         strategy: Any = None,
         comm_buffer_size: float | None = 25,
-        last_comm_buffer_size: float = 1,
-        find_unused_parameters: bool = False,
-        group: dist.ProcessGroup | None = None,
+        *more: Any,
         **options: Any,
     ) -> None:
-        super().__init__(
-            layers, strategy, comm_buffer_size, last_comm_buffer_size, find_unused_parameters, group, **options
-        )
+        super().__init__(layers, strategy, comm_buffer_size, *more, **options)
 
-    # The options of dpfuse, as `help` and editors show them.
+    # The arguments of dpfuse, as `help` and editors show them.
     _shown = inspect.signature(dpfuse.DataParallel.__init__)
     __init__.__signature__ = _shown.replace(  # type: ignore[attr-defined]
         parameters=[
