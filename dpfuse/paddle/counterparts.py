@@ -22,8 +22,6 @@ PACKAGE = __name__.rpartition(".")[0]  # dpfuse.paddle
 # By the path behind `paddle.`: what to use. A name of `torch` or `torch.distributed` is not listed.
 COUNTERPARTS: dict[str, str] = {
     "amp": "torch.autocast and dpfuse.GradScaler",
-    "amp.auto_cast": "torch.autocast",
-    "amp.GradScaler": "dpfuse.GradScaler or torch.amp.GradScaler",
     "audio": "torchaudio",
     "autograd.PyLayer": "torch.autograd.Function",
     "batch": "torch.utils.data.DataLoader(dataset, batch_size=...)",
@@ -63,8 +61,6 @@ COUNTERPARTS: dict[str, str] = {
     "io.SequenceSampler": "torch.utils.data.SequentialSampler",
     "is_compiled_with_cuda": "torch.cuda.is_available",
     "jit": "torch.compile and torch.export",
-    "jit.save": "torch.export.save",
-    "jit.to_static": "torch.compile",
     "nn.ClipGradByGlobalNorm": "torch.nn.utils.clip_grad_norm_, or model.clip_grad_norm_",
     "nn.Conv2D": "torch.nn.Conv2d",
     "nn.Layer": "torch.nn.Module",
@@ -87,9 +83,6 @@ COUNTERPARTS: dict[str, str] = {
     "text": "Hugging Face datasets",
     "to_tensor": "torch.as_tensor",
     "vision": "torchvision",
-    "vision.datasets": "torchvision.datasets",
-    "vision.models": "torchvision.models",
-    "vision.transforms": "torchvision.transforms.v2",
 }
 
 
