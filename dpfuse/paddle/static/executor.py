@@ -83,7 +83,7 @@ class Executor:
         names = fetch_names(fetch_list, program, {*replica.nodes, *replica.tensors}, objective is not None)
         fed = checked_feed(feed, program.feeds)
         loss = None if objective is None else objective.loss
-        on_device(lambda one: one.run(fed, names, loss=loss))(replica)
+        on_device(lambda one: one.run_once(fed, names, loss=loss))(replica)
         lasting = set(replica.tensors)
         values = {name: unmerged(replica.value(name), name, return_numpy) for name in names if name not in lasting}
         replica.update()
@@ -104,11 +104,7 @@ class Executor:
 
 
 def program_and_scope(program: Any, scope: Any) -> tuple[Program, Scope]:
-    """Return the program and the scope to use, with the defaults instead of None.
-
-    Raises:
-        TypeError: An argument has another type.
-    """
+    """Return the program and the scope to use, with the defaults instead of None."""
     program = default_main_program() if program is None else program
     scope = global_scope() if scope is None else scope
     return instance("program", program, Program, "build one under program_guard"), instance(

@@ -178,7 +178,7 @@ class ParallelExecutor:
             self._look_at_variables()
             replicas = self._set.replicas[: len(fed)]
             self._on_each(
-                lambda replica: replica.run(fed[replica.index], names, loss=self._loss, seed=seeds[replica.index]),
+                lambda replica: replica.run_once(fed[replica.index], names, loss=self._loss, seed=seeds[replica.index]),
                 replicas,
             )
             if training:

@@ -19,8 +19,8 @@ from dpfuse.paddle.static.scope import Scope
 __all__ = ["Replica"]
 
 
-class Replica:
-    """A program on one device, with its variables in one scope.
+class Replica(fx.Interpreter):
+    """A program on one device, with its variables in one scope. torch's interpreter runs the graph.
 
     The modules are copies of the program's modules, with the tensors of the scope. So replicas can run at the same
     time, and test programs can run in another mode than training programs.
@@ -35,6 +35,8 @@ class Replica:
     """
 
     def __init__(self, program: Program, scope: Scope, device: torch.device, index: int = 0) -> None:
+        super().__init__(program.root, graph=program.graph)
+        self.extra_traceback = False  # `_failure` says more
         self.device = device
         self.index = index
         self.nodes = dict(program.nodes)
@@ -49,12 +51,13 @@ class Replica:
         if program.objective is not None:
             self.optimizer = scope.optimizer(program.objective, list(self.trainable.values()))
         self._modules = _modules_of(program, self.tensors)
-        self._order = list(program.graph.nodes)
-        self._last_used_by = _last_uses(self._order)
         self._trains = False  # whether the gradients are those of the last run
+        self._feed: Mapping[str, Any] = {}
+        self._keep: set[fx.Node] = set()  # nodes whose values are kept
+        self._retain: set[fx.Node] = set()  # nodes whose gradients are kept
         self._kept: dict[fx.Node, tuple[Any, int]] = {}  # values, and how often each had been written to
 
-    def run(
+    def run_once(
         self,
         feed: Mapping[str, Any],
         names: Iterable[str],
@@ -62,36 +65,30 @@ class Replica:
         loss: str | None = None,
         seed: float | Tensor = 1.0,
     ) -> None:
-        """Run the whole program forward and, if there is a loss, backward.
+        """Run the whole program forward and, if there is a loss, backward from its gradient `seed`.
 
-        Args:
-            feed: arrays and tensors by name, already checked.
-            names: the names with which `value` will be called. Other intermediate values are freed early.
-            loss: name of the loss; None runs forward only, without gradients.
-            seed: gradient of the loss.
-
-        Raises:
-            DPFuseError: An operation failed. The text names it and the device.
+        The feed is already checked. `value` will be called with `names`; other intermediate values are freed early.
         """
         self.drop()
         self._trains = loss is not None
         if self._trains:
             self._clear_gradients()
         wanted = {name.removesuffix(GRAD) for name in names} | ({loss} if loss else set())
-        keep = {self.nodes[name] for name in wanted if name in self.nodes}
+        self._feed = feed
+        self._keep = {self.nodes[name] for name in wanted if name in self.nodes}
         gradients = {name.removesuffix(GRAD) for name in names if name.endswith(GRAD)}
-        retain = {self.nodes[name] for name in gradients if name in self.nodes}
+        self._retain = {self.nodes[name] for name in gradients if name in self.nodes}
         with torch.set_grad_enabled(loss is not None):
-            self._forward(feed, keep, retain)
+            try:
+                super().run()
+            finally:
+                self._feed, self.env = {}, {}  # an error, or a value without a use, would keep memory
+            self._take_assigned_buffers()
         if loss is not None:
             self._backward(loss, seed)
 
     def value(self, name: str) -> Any:
-        """Return the present value of a variable or of a gradient. `run` must have had the name.
-
-        Raises:
-            DPFuseError: The value was overwritten in place, or there is no such gradient.
-        """
+        """Return the present value of a variable or of a gradient. `run_once` must have had the name."""
         base = name.removesuffix(GRAD)
         node = self.nodes.get(base)
         if node is None:
@@ -128,22 +125,30 @@ class Replica:
         for parameter in self.trainable.values():
             parameter.grad = None
 
-    def _forward(self, feed: Mapping[str, Any], keep: set[fx.Node], retain: set[fx.Node]) -> None:
-        values: dict[fx.Node, Any] = {}
-        for node in self._order:
-            try:
-                value = self._computed(node, values, feed)
-            except Exception as error:  # modules and functions are the user's
-                names = {known: name for name, known in self.nodes.items()}
-                raise self._failure(f"to compute {names.get(node, node.name)!r}", error) from error
-            values[node] = value
-            if node in keep:
-                self._kept[node] = value, _writes(value)
-                if node in retain and isinstance(value, Tensor) and value.requires_grad:
-                    value.retain_grad()
-            for used_up in self._last_used_by[node]:
-                del values[used_up]
-        self._take_assigned_buffers()
+    def run_node(self, n: fx.Node) -> Any:
+        """Compute one value. Keep it if it will be fetched."""
+        try:
+            value = super().run_node(n)
+        except Exception as error:  # modules and functions are the user's
+            names = {known: name for name, known in self.nodes.items()}
+            raise self._failure(f"to compute {names.get(n, n.name)!r}", error) from error
+        if n in self._keep:
+            self._kept[n] = value, _writes(value)
+            if n in self._retain and isinstance(value, Tensor) and value.requires_grad:
+                value.retain_grad()
+        return value
+
+    def placeholder(self, target: Any, args: Any, kwargs: Any) -> Tensor:
+        """Return a fed value."""
+        return to_tensor(self._feed[target], self.device)
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Tensor:
+        """Return a tensor of the scope."""
+        return self.tensors[target]
+
+    def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Call the copy of a module."""
+        return self._modules[target](*args, **kwargs)
 
     def _take_assigned_buffers(self) -> None:
         """Copy buffers that a module has replaced into the scope's tensors, and give the module these tensors again."""
@@ -154,19 +159,6 @@ class Replica:
                     if buffer is not None and held is not None and buffer is not held:
                         held.copy_(buffer.detach())
                         owner._buffers[name] = held
-
-    def _computed(self, node: fx.Node, values: dict[fx.Node, Any], feed: Mapping[str, Any]) -> Any:
-        target: Any = node.target
-        if node.op == "placeholder":
-            return to_tensor(feed[target], self.device)
-        if node.op == "get_attr":
-            return self.tensors[target]
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
-        if node.op == "call_module":
-            return self._modules[target](*args, **kwargs)
-        if node.op == "call_method":
-            return getattr(args[0], target)(*args[1:], **kwargs)
-        return target(*args, **kwargs)
 
     def _backward(self, name: str, seed: float | Tensor) -> None:
         loss, _ = self._kept[self.nodes[name]]
@@ -203,15 +195,3 @@ def _modules_of(program: Program, tensors: Mapping[str, Tensor]) -> dict[str, nn
             set_mode(node, module)
             modules[str(node.target)] = module.eval() if program.for_test else module
     return modules
-
-
-def _last_uses(order: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """Return for each node the values that no later node needs."""
-    freed: dict[fx.Node, list[fx.Node]] = {node: [] for node in order}
-    seen: set[fx.Node] = set()
-    for node in reversed(order):
-        for value in [node, *node.all_input_nodes]:
-            if value not in seen:
-                seen.add(value)
-                freed[node].append(value)
-    return freed
