@@ -195,7 +195,8 @@ class _Tuner:
             self._old = None
             self._record_anew()
             return
-        if self._on_cuda and self._failed():
+        # On CUDA this rank would otherwise learn a step later that this backward failed on some rank.
+        if self._on_cuda and self._grads.reducer.failed_somewhere():
             self._recorder.forget_last()
             return
         if self._recorder.steps < self._steps:
@@ -216,10 +217,6 @@ class _Tuner:
     def _record_anew(self) -> None:
         self._plan = self._grads.plan
         self._recorder.restart(len(self._plan.specs), skip=WARM_UP)
-
-    def _failed(self) -> bool:
-        """Whether this backward failed on some rank. On CUDA this rank would otherwise learn it a step later."""
-        return self._grads.reducer.failed_somewhere()
 
     def _try_plan(self, times: NDArray[np.float64]) -> None:
         tuning, old, group = self.tuning, self._grads.plan, self._grads.group
