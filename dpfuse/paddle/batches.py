@@ -42,11 +42,8 @@ class Batches:
 
     Args:
         data: a dataset, which gets a DistributedBatchSampler; or a DataLoader or another iterable of batches, used as
-            it is.
-        name: the argument, for errors.
-        batch_size: samples of each rank's batch, for a dataset.
-        epoch: the first epoch; it seeds a dataset's order.
-        pin_memory: whether batches are copied to a GPU.
+            it is. All options are for a dataset.
+        epoch: the first epoch; it seeds the order.
     """
 
     def __init__(

@@ -35,9 +35,6 @@ class Meters:
     Metrics of Paddle's kind have `compute`, `update`, `accumulate`, `name` and `reset`. Metrics of torchmetrics' kind
     have `update(preds, target)`, `compute` and `reset`, and their name is that of the class. Metrics must not exchange
     anything between ranks: for torchmetrics this is switched off.
-
-    Raises:
-        TypeError: An object is no metric of these kinds.
     """
 
     def __init__(self, metrics: Any, device: torch.device) -> None:

@@ -29,9 +29,6 @@ def read_paddle_file(path: str | os.PathLike[str]) -> Any:
 
     The pickle may only build arrays of numbers, and Python's own containers. Paddle stores bfloat16 as uint16.
 
-    Args:
-        path: of a file that begins as a pickle does.
-
     Raises:
         ValueError: the file names something else, or is damaged.
     """

@@ -25,9 +25,6 @@ class Stepper:
 
     On several ranks a DataParallel around the network averages its gradients. A network on the CPU is moved to the
     current GPU if there is one.
-
-    Raises:
-        TypeError: `network` is no module, or is already wrapped.
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -77,11 +74,7 @@ class Stepper:
         broadcast(self.network.named_buffers(), "the list of the network's buffers")
 
     def prepare(self, optimizer: Any, loss: Any, amp_configs: Any) -> None:
-        """Check and set optimizer, loss and precision.
-
-        Raises:
-            TypeError, ValueError: An argument cannot be used.
-        """
+        """Check and set optimizer, loss and precision."""
         closure = None
         if optimizer is not None:
             instance("optimizer", optimizer, torch.optim.Optimizer, "pass a torch.optim.Optimizer")

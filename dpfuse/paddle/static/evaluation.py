@@ -37,16 +37,6 @@ def in_evaluation_mode(node: fx.Node) -> None:
     """Put a recorded call of `F.dropout`, `F.batch_norm` or a similar function in evaluation mode.
 
     Other calls do not change.
-
-    Example:
-        >>> import torch
-        >>> from torch import fx
-        >>> from dpfuse.paddle.static.evaluation import in_evaluation_mode
-        >>> graph = fx.Graph()
-        >>> call = graph.call_function(torch.nn.functional.dropout, (graph.placeholder("x"), 0.5))
-        >>> in_evaluation_mode(call)
-        >>> call.kwargs
-        {'training': False}
     """
     if node.op != "call_function":
         return

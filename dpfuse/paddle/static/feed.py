@@ -20,11 +20,7 @@ Fed = dict[str, Any]  # by name: the given tensors and arrays
 
 
 def given_feed(feed: Any, feed_dict: Any) -> Any:
-    """Return the feed of a call of run(), which may use the argument's old name.
-
-    Raises:
-        ValueError: Both names are used.
-    """
+    """Return the feed of a call of run(), which may use the argument's old name."""
     if feed_dict is None:
         return feed
     if feed is not None:
@@ -34,12 +30,7 @@ def given_feed(feed: Any, feed_dict: Any) -> Any:
 
 
 def checked_feed(feed: Any, feeds: Mapping[str, InputSpec], what: str = "feed") -> Fed:
-    """Check names, dtypes and shapes of a feed. Return it with lists converted to arrays. Errors call it `what`.
-
-    Raises:
-        TypeError: `feed` is no dictionary.
-        ValueError: A name is unknown or missing, or a shape or dtype is not the declared one.
-    """
+    """Check names, dtypes and shapes of a feed. Return it with lists converted to arrays. Errors call it `what`."""
     if feed is None:
         feed = {}
     if not isinstance(feed, Mapping):
@@ -61,10 +52,6 @@ def split_feed(feed: Any, feeds: Mapping[str, InputSpec], devices: int, kind: st
     A dictionary is cut along dim 0 into consecutive chunks of ceil(n / devices) rows, as Paddle 2 does. For example,
     three rows on two devices are two and one. A list holds one dictionary per device and is not cut. In training every
     device must get rows. A test program may leave devices idle: then there are fewer dictionaries.
-
-    Raises:
-        TypeError, ValueError: As for `checked_feed`; or a list has another length, or the arrays' lengths differ.
-        DPFuseError: There are not enough rows for all devices of a training program.
     """
     if isinstance(feed, (list, tuple)):
         if len(feed) != devices:

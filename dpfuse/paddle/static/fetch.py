@@ -18,12 +18,7 @@ __all__ = ["fetch_names", "merged", "to_numpy", "unmerged"]
 
 
 def fetch_names(fetch_list: Any, program: Program, known: Collection[str], gradients: bool) -> list[str]:
-    """Return the names in `fetch_list`, checked. Those in `known` are names of the program. None means an empty list.
-
-    Raises:
-        TypeError: `fetch_list` is not a list, or holds something else.
-        ValueError: A name is unknown (the nearest ones are suggested), or is a gradient in a run without gradients.
-    """
+    """Return the names in `fetch_list`, checked. Those in `known` are names of the program."""
     if fetch_list is None:
         return []
     if not isinstance(fetch_list, (list, tuple)):
@@ -43,12 +38,7 @@ def fetch_names(fetch_list: Any, program: Program, known: Collection[str], gradi
 
 
 def merged(values: Sequence[Any], name: str, return_numpy: bool) -> Any:
-    """Return the values of all devices, concatenated along dim 0. Scalars become a vector.
-
-    Raises:
-        TypeError: A value is neither a tensor nor a number.
-        ValueError: The values differ in more than dim 0.
-    """
+    """Return the values of all devices, concatenated along dim 0. Scalars become a vector."""
     tensors = [_tensor_of(value, name) for value in values]
     rows = [tensor.reshape(1) if tensor.dim() == 0 else tensor for tensor in tensors]
     if len({(row.shape[1:], row.dtype) for row in rows}) > 1:
@@ -61,21 +51,13 @@ def merged(values: Sequence[Any], name: str, return_numpy: bool) -> Any:
 
 
 def unmerged(value: Any, name: str, return_numpy: bool) -> Any:
-    """Return a copy of one device's value, because the next run may overwrite its memory.
-
-    Raises:
-        TypeError: The value is neither a tensor nor a number.
-    """
+    """Return a copy of one device's value, because the next run may overwrite its memory."""
     tensor = _tensor_of(value, name)
     return to_numpy(tensor, name) if return_numpy else tensor.clone()
 
 
 def to_numpy(tensor: Tensor, name: str) -> np.ndarray[Any, Any]:
-    """Return a copy of a tensor as an array.
-
-    Raises:
-        TypeError: Numpy has no such dtype.
-    """
+    """Return a copy of a tensor as an array."""
     try:
         return tensor.detach().cpu().clone().numpy()
     except TypeError:

@@ -15,11 +15,7 @@ __all__ = ["InputSpec", "dtype_of"]
 
 
 def dtype_of(dtype: Any, name: str = "dtype") -> torch.dtype:
-    """Return the torch dtype for `dtype`: a torch dtype, a name, or a numpy dtype.
-
-    Raises:
-        TypeError, ValueError: Torch has no such dtype. The text calls the argument `name`.
-    """
+    """Return the torch dtype for `dtype`: a torch dtype, a name, or a numpy dtype. Errors call the argument `name`."""
     if isinstance(dtype, torch.dtype):
         return dtype
     if not isinstance(dtype, str):

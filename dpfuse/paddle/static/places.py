@@ -91,16 +91,7 @@ def cuda_places(device_ids: Sequence[int] | None = None) -> list[torch.device]:
 
 
 def place_of(place: Any) -> torch.device:
-    """Return the device for a user's value: None, a torch device, `"cpu"`, `"gpu:0"` or `"cuda:0"`.
-
-    Raises:
-        TypeError, ValueError: The value names no device, or a GPU that is not visible.
-
-    Example:
-        >>> from dpfuse.paddle.static.places import place_of
-        >>> place_of("cpu")
-        device(type='cpu')
-    """
+    """Return the device for a user's value: None, a torch device, `"cpu"`, `"gpu:0"` or `"cuda:0"`."""
     if place is None:
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if not isinstance(place, (str, torch.device)):

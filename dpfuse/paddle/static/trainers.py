@@ -17,12 +17,7 @@ __all__ = ["Trainers"]
 
 
 class Trainers:
-    """The processes of a job. One process needs no process group.
-
-    Raises:
-        TypeError, ValueError: A number is no integer, is out of range, or does not fit the process group.
-        DPFuseError: There is no process group.
-    """
+    """The processes of a job. One process needs no process group."""
 
     def __init__(self, num_trainers: int, trainer_id: int) -> None:
         integer("num_trainers", num_trainers, 1)

@@ -18,7 +18,6 @@ class GradientMerge:
     count.
 
     Args:
-        optimizer: holds the parameters.
         k_steps: iterations per cycle; 1 merges nothing.
         avg: True uses the mean over the cycle, False the sum.
     """

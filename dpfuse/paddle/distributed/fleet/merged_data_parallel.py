@@ -18,9 +18,6 @@ class MergedDataParallel(DataParallel):
 
     Every forward looks up the optimizers again. So model, optimizers and copies of the model may be made in any order.
 
-    Args:
-        As for `dpfuse.paddle.DataParallel`.
-
     Source: `gradient_merge` of `paddle.distributed.fleet.DistributedStrategy`.
     """
 

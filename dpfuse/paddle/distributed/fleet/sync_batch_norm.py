@@ -18,14 +18,6 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
     Every sample has the same weight, also if the ranks' batch sizes differ.
 
-    Example:
-        >>> import torch
-        >>> from dpfuse.paddle.distributed.fleet.sync_batch_norm import SyncBatchNorm
-        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
-        >>> model = SyncBatchNorm.convert_sync_batchnorm(model)
-        >>> [type(layer).__name__ for layer in model]
-        ['Linear', 'SyncBatchNorm']
-
     Source: `torch.nn.SyncBatchNorm`, `paddle.nn.SyncBatchNorm`.
     """
 
@@ -33,13 +25,8 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     def convert_sync_batchnorm(cls, module: nn.Module, process_group: dist.ProcessGroup | None = None) -> nn.Module:
         """Replace all BatchNorm layers of `module` in place, and keep parameters and buffers.
 
-        Args:
-            module: the model.
-            process_group: of the statistics; None means the default group. With a separate group, these all-reduces
-                need no common order with those of the gradients.
-
-        Returns:
-            `module`, or its replacement if it is a BatchNorm layer itself.
+        Return `module`, or its replacement if it is a BatchNorm layer itself. With a separate group, the statistics
+        need no common order with the all-reduces of the gradients.
         """
         converted: nn.Module = super().convert_sync_batchnorm(module, process_group)  # type: ignore[no-untyped-call]
         for layer in converted.modules():
