@@ -137,12 +137,6 @@ class Batches:
         if isinstance(sampler, DistributedSampler):
             sampler.set_epoch(sampler.epoch + 1)
 
-    def numbers(self) -> Iterator[list[int]]:
-        """Return the sample numbers of this rank's batches. The distribution must be SHARED."""
-        sampler = self.loader.batch_sampler  # type: ignore[attr-defined]
-        # A copy, because each pass over the original changes its shuffle order.
-        return iter(copy.copy(sampler))
-
     def warn_of_distribution(self, training: bool = False) -> None:
         """Warn on rank 0 if the loader does something unexpected on several ranks."""
         if world_size() == 1 or get_rank() != 0:
@@ -169,7 +163,8 @@ class Shares:
 
     def __init__(self, batches: Batches) -> None:
         loader: Any = batches.loader
-        self._numbers = batches.numbers()
+        # A copy, because each pass over the original changes its shuffle order.
+        self._numbers: Iterator[list[int]] = iter(copy.copy(loader.batch_sampler))
         self._done = np.zeros(len(loader.dataset), dtype=bool)
         self.batch_size = int(loader.batch_sampler.batch_size)
 

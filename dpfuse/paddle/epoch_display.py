@@ -35,10 +35,9 @@ class EpochDisplay:
             self._line()
 
     def finish(self) -> None:
-        """End the display. Show the last step if it was not shown."""
+        """Show the last step if it was not shown."""
         if self._bar is None and self._last[0] > self._shown:
             self._line()
-        self.close()
 
     def close(self) -> None:
         """Restore the terminal."""

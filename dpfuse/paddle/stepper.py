@@ -128,14 +128,10 @@ class Stepper:
             (total if scaler is None else scaler.scale(total)).backward()
         self.accumulated += 1
         if update:
-            self.step()
+            assert self.optimizer is not None
+            self.precision.step(self.optimizer)
+            self.drop_gradients()
         return [output.detach() for output in outputs], [loss.detach() for loss in losses]
-
-    def step(self) -> None:
-        """Step the optimizer with the averaged gradients, and drop them."""
-        assert self.optimizer is not None
-        self.precision.step(self.optimizer)
-        self.drop_gradients()
 
     def drop_gradients(self) -> None:
         """Drop all gradients."""
