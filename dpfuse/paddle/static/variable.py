@@ -106,7 +106,6 @@ class Recorder(fx.proxy.GraphAppendingTracer):
         super().__init__(program.graph)
         self.program = program
         self.active = 0
-        self._tensors: dict[int, fx.Node] = {}
 
     def call_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variable:
         """Record one call of a module, without the operations inside it."""
@@ -130,9 +129,7 @@ class Recorder(fx.proxy.GraphAppendingTracer):
 
     def create_arg(self, a: Any) -> Any:
         if isinstance(a, Tensor):
-            if id(a) not in self._tensors:
-                self._tensors[id(a)] = self.create_node("get_attr", self._held(a), (), {})
-            return self._tensors[id(a)]
+            return self.create_node("get_attr", self._held(a), (), {})
         if isinstance(a, fx.Proxy) and a.node.graph is not self.graph:
             raise DPFuseError(
                 f"variable {a.node.name!r} belongs to another program; expected variables of one program. Build "
