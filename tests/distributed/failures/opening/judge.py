@@ -97,9 +97,11 @@ def _signs(told: Sequence[Told], failed: Collection[int]) -> list[str]:
 
 def _failed(fault: Fault, told: Sequence[Told]) -> set[int]:
     """Return the ranks that have failed. If there are two, the library may have gone on after what struck on one."""
-    struck = {rank for rank, each in enumerate(told) if each.passed.raised}
+    struck = {rank: fault.of(rank) for rank, each in enumerate(told) if each.passed.raised}
     seen = {rank for rank in struck if any(each.planted for each in told[rank].attempts)}
-    return seen if seen and _may_recover(fault) else struck
+    if not seen:
+        return set(struck)
+    return {rank for rank, own in struck.items() if rank in seen or own is None or not _may_recover(own)}
 
 
 def _may_recover(fault: Fault) -> bool:
