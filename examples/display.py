@@ -9,51 +9,70 @@ from statistics import fmean
 from time import monotonic
 from types import TracebackType
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Column, Table
+from rich.text import Text
 
-__all__ = ["Check", "ProgressDisplay", "show_curve", "show_summary"]
+__all__ = ["Check", "RaceDisplay", "show_checks", "show_curve", "show_summary"]
 
 SECONDS_BETWEEN_LINES = 5.0
 WIDTH, HEIGHT = 72, 10  # of a curve, in characters
 
 
-class ProgressDisplay:
-    """Shows a bar on a terminal, or a line from time to time if the output is a file or a pipe.
+class RaceDisplay:
+    """Shows how fast each of several trainings is: a table on a terminal, lines if the output is a file or a pipe.
 
     Args:
         console: prints the output; a quiet one prints nothing.
-        total: number of steps.
+        total: number of steps of each training.
     """
 
     def __init__(self, console: Console, total: int) -> None:
         self._console = console
         self._total = total
         self._done = 0
-        self._next_line = monotonic()
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        # Few redraws, because each one takes time from the training that is timed.
-        self._bar = Progress(*columns, console=console, disable=not console.is_terminal, refresh_per_second=2)
-        self._task = self._bar.add_task("", total=total)
+        self._next_line = self._begin = monotonic()
+        # Only `advance` draws, because a thread that draws takes time from the training that is timed.
+        self._live = Live(console=console, auto_refresh=False, transient=True)
 
-    def __enter__(self) -> ProgressDisplay:
-        self._bar.start()
+    def __enter__(self) -> RaceDisplay:
+        if not self._console.quiet and self._console.is_terminal:
+            self._live.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._bar.stop()
+        self._live.stop()
 
-    def advance(self, steps: int, text: str) -> None:
-        """Show that `steps` more steps are done, with `text`."""
+    def advance(self, steps: int, text: str, seconds: Mapping[str, float]) -> None:
+        """Show that each training has done `steps` more steps.
+
+        Args:
+            steps: their number.
+            text: what to show beside it.
+            seconds: of each training until now, by its name.
+        """
+        first = not self._done
         self._done += steps
-        self._bar.update(self._task, advance=steps, description=text)
-        if self._console.is_terminal or (monotonic() < self._next_line and self._done < self._total):
-            return
-        self._console.print(f"{text}, step {self._done} of {self._total}", highlight=False, soft_wrap=True)
-        self._next_line = monotonic() + SECONDS_BETWEEN_LINES
+        whole = (monotonic() - self._begin) / self._done * self._total
+        if first:
+            self._print(f"By the time of the first {steps} steps of each, this takes {whole:.0f} s on this machine.")
+        text += f", step {self._done} of {self._total}"
+        rates = {name: f"{self._done / spent:.1f}" for name, spent in seconds.items()}
+        if self._console.is_terminal:
+            table = Table("", Column("steps/s", justify="right"))
+            for name, rate in rates.items():
+                table.add_row(name, rate)
+            left = whole * (1 - self._done / self._total)
+            self._live.update(Group(Text(f"{text}, {left:.0f} s to go"), table), refresh=True)
+        elif monotonic() >= self._next_line or self._done == self._total:
+            self._print(f"{text}; steps/s: {', '.join(f'{name} {rate}' for name, rate in rates.items())}")
+            self._next_line = monotonic() + SECONDS_BETWEEN_LINES
+
+    def _print(self, text: str) -> None:
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 @dataclass(frozen=True)
@@ -88,6 +107,11 @@ def show_summary(
     console.print(side_by_side)
     console.print("Buckets of dpfuse, in the order in which they are sent:", highlight=False)
     console.print(plan, highlight=False, markup=False, soft_wrap=True)
+    show_checks(console, checks)
+
+
+def show_checks(console: Console, checks: Sequence[Check]) -> None:
+    """Print each check with its result."""
     console.print()
     for check in checks:
         result = "[green]passed[/]" if check.passed else "[bold red]FAILED[/]"

@@ -26,7 +26,7 @@ import images
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from display import Check, ProgressDisplay, show_summary
+from display import Check, RaceDisplay, show_curve, show_summary
 from rich.console import Console
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -35,7 +35,7 @@ import dpfuse
 
 WIDTH, BLOCKS = 64, 80  # 408 parameters and 243 buffers, 1.5 MB: many small tensors, as networks with many norms have
 TURN = 20  # steps of one wrapper before the turn of the other
-REQUIRED_ACCURACY = 0.88  # of the whole of Fashion-MNIST
+REQUIRED_ACCURACY = 0.87  # of the whole of Fashion-MNIST
 DEFAULT = "torch DDP"  # with default arguments
 PATIENCE = 420.0  # seconds to wait for the other ranks: one of them may still be downloading the images
 
@@ -146,9 +146,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     model = ours.model
     assert isinstance(model, dpfuse.DistributedDataParallel)
 
-    order, everyone = random.Random(options.seed), [ours, *theirs.values()]
+    named = {"dpfuse": ours} | theirs
+    console.print(
+        f"{world_size} ranks train one network {len(named)} times, in turns of {TURN} steps, {steps} steps each:\n"
+        f"once with dpfuse, and with torch's DDP in {len(theirs)} modes. All must end with the same bits.",
+        highlight=False,
+        soft_wrap=True,
+    )
+    order, everyone = random.Random(options.seed), list(named.values())
     # Only dpfuse's communication is timed, which costs it a little.
-    with dpfuse.time_communication(model) as communication, ProgressDisplay(console, steps) as progress:
+    with dpfuse.time_communication(model) as communication, RaceDisplay(console, steps) as progress:
         for epoch in range(options.epochs):
             batches = shuffled_batches(len(labels), options.batch_size, options.seed + epoch)
             for start in range(0, steps_per_epoch, TURN):
@@ -156,7 +163,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 for training in order.sample(everyone, len(everyone)):  # the same order on every rank
                     training.train(pictures, labels, turn)
                 loss = ours.losses[-1].item()
-                progress.advance(len(turn), f"epoch {epoch + 1} of {options.epochs}, loss {loss:.3f}")
+                seconds = {name: training.seconds for name, training in named.items()}
+                progress.advance(len(turn), f"epoch {epoch + 1} of {options.epochs}, loss {loss:.3f}", seconds)
 
     losses = torch.stack(ours.losses).cpu()
     differs = [checks.first_difference(losses, torch.stack(each.losses).cpu()) for each in theirs.values()]
@@ -193,13 +201,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "of it exposed": f"{exposed:.2f} s, {exposed / ours.seconds:.1%} of the training: backward could only wait",
         "speed": verdict(ours.seconds, {mode: each.seconds for mode, each in theirs.items()}),
     }
-    named = {"dpfuse": ours} | theirs
     races = {
         "": list(named),
         "steps/s": [f"{steps / each.seconds:.1f}" for each in named.values()],
         "seconds": [f"{each.seconds:.2f}" for each in named.values()],
         "last loss": [f"{each.losses[-1].item():.6f}" for each in named.values()],
     }
+    console.print("\nThe loss of each step with dpfuse, on rank 0:", highlight=False)
+    parts = torch.split(losses, steps_per_epoch)
+    show_curve(console, {f"epoch {epoch + 1}": part.tolist() for epoch, part in enumerate(parts)})
     show_summary(console, facts, races, model.bucket_plan.explain(), results)
     dist.barrier()  # a launcher ends all ranks when one fails, but rank 0 must finish its report
     dist.destroy_process_group()
@@ -269,7 +279,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         description="Train on Fashion-MNIST, with dpfuse beside DDP.", formatter_class=formatter
     )
     folder = os.environ.get("DPFUSE_DATA") or Path(__file__).resolve().parent.parent / "data"
-    parser.add_argument("--epochs", type=positive, default=2)
+    parser.add_argument("--epochs", type=positive, default=1)
     parser.add_argument("--batch-size", type=positive, default=64, help="images per rank and step")
     parser.add_argument("--learning-rate", type=float, default=0.1, help="at its highest; it rises, then falls to 0")
     parser.add_argument("--seed", type=int, default=0)

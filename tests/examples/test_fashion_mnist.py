@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import inspect
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -63,7 +64,11 @@ def test_two_ranks_train_and_rank_0_alone_reports(folder: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [line.rstrip() for line in done.stdout.splitlines()]
     assert lines.count(f"Training on Fashion-MNIST, read from {folder}") == 1
+    modes = len(fashion_mnist.ddp_modes())
+    assert f"2 ranks train one network {1 + modes} times, in turns of 20 steps, 18 steps each:" in lines
+    assert f"once with dpfuse, and with torch's DDP in {modes} modes. All must end with the same bits." in lines
     assert "epoch 2 of 2" in done.stdout
+    assert lines.count(f"{'':6} │epoch 1 │epoch 2") == 1  # under the curve
     assert "images         300 to train on, 300 to test" in lines
     assert "ranks          2 on cpu, 16 images per rank and step" in lines
     assert "added up over 36 all-reduces" in done.stdout  # two in each of 18 steps
@@ -150,7 +155,7 @@ def test_all_of_fashion_mnist_has_to_reach_the_accuracy(
     whole = images.load(folder)
     monkeypatch.setattr(images, "load", lambda *_, **__: whole.first(300))
     assert fashion_mnist.main(["--epochs", "1", "--learning-rate", "0"]) == 1
-    assert "is at least 88%" in capsys.readouterr().out
+    assert "is at least 87%" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -199,14 +204,34 @@ def test_equal_bits_are_stricter_than_equal_numbers() -> None:
     assert checks.first_difference(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 2.0, 4.0])) == 2
 
 
-def test_progress_on_a_terminal_is_a_bar_and_elsewhere_a_few_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    for terminal in (True, False):
-        with display.ProgressDisplay(Console(force_terminal=terminal, width=100), 50) as progress:
-            for _ in range(50):
-                progress.advance(1, "epoch 1")
-        out = capsys.readouterr().out
-        assert ("\x1b" in out) == terminal
-        assert "50/50" in out if terminal else out.splitlines() == ["epoch 1, step 1 of 50", "epoch 1, step 50 of 50"]
-    with display.ProgressDisplay(Console(quiet=True), 1) as progress:
-        progress.advance(1, "epoch 1")
+def race(console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Advance by 50 steps, each of which takes 100 ms of the clock."""
+    clock = [0.0]
+    monkeypatch.setattr(display, "monotonic", lambda: clock[0])
+    with display.RaceDisplay(console, 50) as progress:
+        for done in range(1, 51):
+            clock[0] += 0.1
+            progress.advance(1, "epoch 1", {"ours": done / 40, "theirs": done / 20})
+
+
+def test_the_speed_of_each_training_is_a_table_on_a_terminal_and_elsewhere_a_few_lines(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = "By the time of the first 1 steps of each, this takes 5 s on this machine."
+    race(Console(force_terminal=True, width=100), monkeypatch)
+    out = capsys.readouterr().out
+    assert first in out
+    assert re.search(r"│ ours +│ +40\.0 │", out)
+    assert re.search(r"│ theirs +│ +20\.0 │", out)
+    assert "step 30 of 50, 2 s to go" in out
+
+    race(Console(force_terminal=False, width=100), monkeypatch)
+    rates = "steps/s: ours 40.0, theirs 20.0"
+    assert capsys.readouterr().out.splitlines() == [
+        first,
+        f"epoch 1, step 1 of 50; {rates}",
+        f"epoch 1, step 50 of 50; {rates}",
+    ]
+
+    race(Console(quiet=True), monkeypatch)
     assert capsys.readouterr().out == ""
