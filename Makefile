@@ -1,6 +1,6 @@
 # Two commands do everything on a fresh machine: `make demo` and `make test`.
-# The environment .venv is made once. Where $(PYTHON) already has every package that a target needs (a container,
-# a GPU machine without network), that Python is used as it is: nothing is installed, nothing is downloaded.
+# An environment is made once: .venv-demo for the demos, .venv for all else. Where $(PYTHON) already has every package
+# that a target needs (a container, a GPU machine without network), it is used as it is, and nothing is downloaded.
 
 PYTHON ?= python3
 TORCH ?= 2.15.0
@@ -11,9 +11,9 @@ export PYTHONPATH := $(CURDIR):$(CURDIR)/kernels
 # Tests start hundreds of processes. Without bytecode on disk, each of them would compile dpfuse and the tests again.
 unexport PYTHONDONTWRITEBYTECODE
 
-# $(call has,packages): does $(PYTHON) have them all?
-has = $(shell $(PYTHON) -c 'import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, sys.argv[1:])))' $(1) \
-	2>/dev/null && echo yes)
+# The packages of $(need) that $(PYTHON) has not.
+lacks = $(shell $(PYTHON) -c 'import importlib.util as u, sys; print(*[n for n in sys.argv[1:] if not u.find_spec(n)])' \
+	$(need) 2>/dev/null || echo $(need))
 NEED_DEMO := torch numpy rich
 NEED_GPU := torch numpy triton pytest pytest_benchmark
 NEED_ALL := $(NEED_DEMO) triton pytest pytest_benchmark pytest_timeout xdist hypothesis matplotlib sklearn ruff mypy yaml check_jsonschema twine sphinx furo \
@@ -24,7 +24,8 @@ NEED_INTEGRATIONS := accelerate lightning transformers ray torchft
 
 NEED_WHEEL := $(NEED_DEMO) triton build hatchling
 
-demo demo-preempted: need := $(NEED_DEMO)
+demo demo-fault demo-preempted: need := $(NEED_DEMO)
+demo demo-fault demo-preempted: stamp := .venv-demo/.ready
 wheel: need := $(NEED_WHEEL)
 gpu gpu-questions: need := $(NEED_GPU)
 gpu-questions: MINUTES = 6
@@ -33,15 +34,19 @@ test-all test-clients test-nightly: need := $(NEED_ALL) $(NEED_INTEGRATIONS)
 test-all test-clients test-nightly: stamp := .venv/.ready-integrations
 
 # Expanded in each recipe, so with the target's own `need`.
-python = $(if $(call has,$(need)),$(PYTHON),.venv/bin/python)
+python = $(if $(lacks),$(dir $(stamp))bin/python,$(PYTHON))
 stamp := .venv/.ready
-ready = @$(if $(call has,$(need)),true,$(MAKE) --no-print-directory $(stamp))
+ready = @$(if $(lacks),$(MAKE) --no-print-directory $(stamp) lacks="$(lacks)",true)
 
-.PHONY: demo demo-preempted wheel test test-all test-clients test-nightly test-programs test-failures test-public test-torch test-pretended lint bench gpu gpu-questions docs clean
+.PHONY: demo demo-fault demo-preempted wheel test test-all test-clients test-nightly test-programs test-failures test-public test-torch test-pretended lint bench gpu gpu-questions docs clean
 
-demo:  ## train a network on real images on two ranks, beside torch's DDP
+demo: demo-fault  ## and then train a network on real images on two ranks, beside torch's DDP
 	$(ready)
 	$(python) -m dpfuse.launch --nproc_per_node 2 examples/fashion_mnist.py
+
+demo-fault:  ## train with another learning rate on one of two ranks: what torch's DDP and dpfuse say of it
+	$(ready)
+	$(python) -m dpfuse.launch --nproc_per_node 2 examples/fault.py
 
 demo-preempted:  ## stop a training twice by a signal to one rank, go on with another number of ranks, count the samples
 	$(ready)
@@ -115,7 +120,7 @@ wheel:  ## dist/dpfuse-….whl, installed without network into a fresh environme
 	$(python) -m tests.check_wheel dist/*.whl
 
 clean:
-	rm -rf .venv .venv-public build dist docs/_build bench/out
+	rm -rf .venv .venv-demo .venv-public build dist docs/_build bench/out
 
 .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -126,6 +131,13 @@ clean:
 .venv/.ready-integrations: .venv/.ready
 	.venv/bin/python -m pip install --quiet --editable '.[test,integrations]' --constraint constraints.txt
 	touch $@
+
+.venv-demo/.ready: pyproject.toml constraints.txt
+	@echo "$(PYTHON) lacks $(lacks): installing torch, numpy and rich into $(@D), once; torch may take minutes"
+	@$(PYTHON) -m venv $(@D)
+	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[demo]' \
+		--constraint constraints.txt
+	@touch $@
 
 .venv-public/.ready: tests/clients/public/requirements.txt pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-public
