@@ -23,6 +23,7 @@ from display import Check, show_checks
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -60,6 +61,11 @@ class Training:
         self.said += texts
         return texts
 
+    @property
+    def named(self) -> bool:
+        """Whether it was said that the learning rates differ; both ranks say it in the same step."""
+        return any(CODE in text for text in self.said)
+
     def apart(self) -> str:
         """Say how far the weights of the ranks are apart. Both ranks must call it."""
         one, other = of_both_ranks(nn.utils.parameters_to_vector(self.model.parameters()).detach())
@@ -94,24 +100,25 @@ def main() -> int:
         for step in range(1, STEPS + 1):
             samples = torch.randn(SAMPLES, INPUTS, generator=draw)
             labels = samples[:, :CLASSES].argmax(dim=1)
-            named = any(CODE in text for text in ours.said)
-            cells = [theirs.step(samples, labels), [] if named else ours.step(samples, labels)]
+            ended = ours.named
+            cells = [theirs.step(samples, labels), [] if ended else ours.step(samples, labels)]
             if any(cells):
-                table.add_row(str(step), *("\n".join(map(shortened, texts)) or "(no word)" for texts in cells))
+                texts = ("\n".join(map(shortened, said)) or "(no word)" for said in cells)
+                table.add_row(str(step), *map(Text, texts))
+                live.refresh()
             if step in SHOWN:
-                table.add_row(str(step), theirs.apart(), "(training ended)" if named else ours.apart())
-            live.refresh()
+                table.add_row(str(step), theirs.apart(), "(training ended)" if ended else ours.apart())
+                live.refresh()
 
     questions = torch.randn(QUESTIONS, INPUTS, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         one, other = of_both_ranks(theirs.model(questions).argmax(dim=1))
     different = int((one != other).sum())
-    named = any(CODE in text for text in ours.said)
     answers = f"the two models that torch DDP trained answer {different} of {QUESTIONS} questions differently"
     results = [
         Check("torch DDP said nothing, on both ranks", checks.true_everywhere(not theirs.said, CPU)),
         Check(answers, different > 0),
-        Check("dpfuse named the learning rates, on both ranks", checks.true_everywhere(named, CPU)),
+        Check("dpfuse named the learning rates, on both ranks", checks.true_everywhere(ours.named, CPU)),
     ]
     show_checks(console, results)
     dist.barrier()  # a launcher ends all ranks when one fails, but rank 0 must finish its report

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import subprocess
+import sys
 import tempfile
 import urllib.request
 from collections.abc import Callable
@@ -114,7 +115,7 @@ def digits(reason: str) -> Images:
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             f"no Fashion-MNIST ({reason}), and no scikit-learn for its digits instead. Put the four files named "
-            f"{', '.join(FILES)} into the folder DPFUSE_DATA, or pip install scikit-learn."
+            f"{', '.join(FILES)} into the folder DPFUSE_DATA, or run: {sys.executable} -m pip install scikit-learn"
         ) from error
     bunch = load_digits()
     images = torch.as_tensor(bunch.images * (255 / 16)).to(torch.uint8)  # [n, 8, 8]; the brightness was 0 to 16

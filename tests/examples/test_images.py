@@ -89,7 +89,7 @@ def test_the_digits_say_why_they_are_used_and_have_the_same_form(
 def test_without_any_images_the_error_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(images, "on_disk", refuse("not here"))
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(ModuleNotFoundError, match=r"not here.*DPFUSE_DATA, or pip install scikit-learn"):
+    with pytest.raises(ModuleNotFoundError, match=r"not here.*DPFUSE_DATA, or run: .* -m pip install scikit-learn"):
         images.load(tmp_path, fetch=False)
 
 
