@@ -14,15 +14,15 @@ unexport PYTHONDONTWRITEBYTECODE
 # The packages of $(need) that $(PYTHON) has not.
 lacks = $(shell $(PYTHON) -c 'import importlib.util as u, sys; print(*[n for n in sys.argv[1:] if not u.find_spec(n)])' \
 	$(need) 2>/dev/null || echo $(need))
-NEED_DEMO := torch numpy rich
+NEED_DEMO := torch numpy rich sklearn
 NEED_GPU := torch numpy triton pytest pytest_benchmark
-NEED_ALL := $(NEED_DEMO) triton pytest pytest_benchmark pytest_timeout xdist hypothesis matplotlib sklearn ruff mypy yaml check_jsonschema twine sphinx furo \
+NEED_ALL := $(NEED_DEMO) triton pytest pytest_benchmark pytest_timeout xdist hypothesis matplotlib ruff mypy yaml check_jsonschema twine sphinx furo \
 	myst_parser sphinx_copybutton sphinx_reredirects build hatchling
 # Two files of tests run side by side. Most tests wait for ranks, so more than two would do little on two cores.
 SIDE_BY_SIDE := --numprocesses 2 --dist loadfile
 NEED_INTEGRATIONS := accelerate lightning transformers ray torchft
 
-NEED_WHEEL := $(NEED_DEMO) triton build hatchling
+NEED_WHEEL := torch numpy triton build hatchling
 
 demo demo-fault demo-preempted: need := $(NEED_DEMO)
 demo demo-fault demo-preempted: stamp := .venv-demo/.ready
@@ -133,7 +133,7 @@ clean:
 	touch $@
 
 .venv-demo/.ready: pyproject.toml constraints.txt
-	@echo "$(PYTHON) lacks $(lacks): installing torch, numpy and rich into $(@D), once; torch may take minutes"
+	@echo "$(PYTHON) lacks $(lacks): installing torch, numpy, rich and scikit-learn into $(@D), once; torch may take minutes"
 	@$(PYTHON) -m venv $(@D)
 	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[demo]' \
 		--constraint constraints.txt

@@ -55,7 +55,9 @@ def test_make_says_what_is_missing_before_it_builds_an_environment(tmp_path: Pat
     done = make(tmp_path, missing="rich")
     assert done.returncode != 0  # this Python makes no environment
     first = done.stdout.splitlines()[0]
-    assert first.startswith(f"{tmp_path}/python lacks rich: installing torch, numpy and rich into .venv-demo, once;")
+    assert first.startswith(
+        f"{tmp_path}/python lacks rich: installing torch, numpy, rich and scikit-learn into .venv-demo, once;"
+    )
 
 
 def test_make_installs_nothing_where_nothing_is_missing(tmp_path: Path) -> None:
