@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import wraps
@@ -20,6 +20,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from dpfuse.commands.own_wrappers import hear_constructors
 from dpfuse.ddp.distributed_data_parallel import TORCH_CLASS, DistributedDataParallel
 from dpfuse.ddp.patch import Patch
 from dpfuse.engine.optimizer_step_hook import call_after_steps
@@ -53,6 +54,7 @@ def start() -> None:
     if _messages is None:
         _messages = messages = _Messages()
         options = json.loads(os.environ.get(OPTIONS, "{}"))
+        hear_constructors(messages.constructed)
         Patch(options, made=messages.made, left=lambda wrapper: messages.left(wrapper, DERIVED))
         _tell_of_loaded_ones(messages)
         call_after_steps(messages)
@@ -78,6 +80,7 @@ class _Messages:
     def __init__(self) -> None:
         self._made = self._told = self._stepped = False
         self._replaced: list[_Replaced] = []  # those of groups in which this process is rank 0
+        self._own: list[tuple[str, str]] = []  # what wraps in dpfuse's class itself: name and line
         self._left: dict[tuple[str, str], list[str]] = {}  # places, by the name of a class, and the reason
         self._process = os.getpid()
         rank = os.environ.get("RANK")
@@ -92,10 +95,7 @@ class _Messages:
 
     def made(self, wrapper: DistributedDataParallel) -> None:
         """Note that this wrapper was made where the program asked for torch's."""
-        if not self._made:  # a program may end without a step; `atexit` does nothing in a fork of `multiprocessing`
-            util.Finalize(None, self._tell, exitpriority=1)
-        self._made = True
-        self._note.write(MADE)
+        self._wraps()
         if wrapper.process_group.rank() == 0:
             trained = [param for param in wrapper.module.parameters() if param.requires_grad]
             megabytes = sum(param.numel() * param.element_size() for param in trained) / MB
@@ -103,6 +103,22 @@ class _Messages:
                 warnings.filterwarnings("default", f"{ON_EVERY_RANK}|{TOLD_ELSEWHERE}")
             name, ranks = type(wrapper.module).__name__, wrapper.process_group.size()
             self._replaced.append(_Replaced(name, user_line(), len(trained), megabytes, ranks))
+
+    def constructed(
+        self, plain: Callable[..., None], wrapper: Any, is_own: bool, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Construct a wrapper. Note it where the program has written dpfuse's class itself."""
+        plain(wrapper, *args, **kwargs)
+        if is_own:
+            self._wraps()
+            if wrapper._group is None or wrapper._group.rank() == 0:
+                self._own.append((type(wrapper.module).__name__, user_line()))
+
+    def _wraps(self) -> None:
+        if not self._made:  # a program may end without a step; `atexit` does nothing in a fork of `multiprocessing`
+            util.Finalize(None, self._tell, exitpriority=1)
+        self._made = True
+        self._note.write(MADE)
 
     def after_step(self, optimizer: Optimizer) -> None:
         """As `Watcher.after_step`: the program trains."""
@@ -117,9 +133,16 @@ class _Messages:
         if self._told or getattr(sys, "last_value", None) is not None:
             return
         self._told = True
-        if not self._replaced:
+        if self._own:
+            lines = ", ".join(dict.fromkeys(line for _, line in self._own[:SHOWN] if line))
+            _say(
+                f"{_listed([name for name, _ in self._own])} wrapped by a class of dpfuse already"
+                f"{f' ({lines})' if lines else ''}, so there was nothing to replace there"
+            )
+        if not (self._replaced or self._own):
             _leave_to_another_rank(TOLD_ELSEWHERE)
             _leave_to_another_rank(ON_EVERY_RANK)
+        if not self._replaced:
             return
         shown = self._replaced[:SHOWN]
         places = ", ".join(dict.fromkeys(one.place for one in shown if one.place))

@@ -13,10 +13,13 @@ from dpfuse.findings import OTHER_RATES, findings
 from dpfuse.loop.facts import LoopFacts
 from dpfuse.loop.rank_words import Sums, Word, bits_of
 
-__all__ = ["SameRates"]
+__all__ = ["REMEDY", "SameRates"]
 
 BITS = 8
 BACKWARDS = 2  # running
+REMEDY = (
+    "Step each schedule equally often on every rank, and let one that depends on a loss see the mean over the ranks."
+)
 
 
 class SameRates:
@@ -82,12 +85,13 @@ class SameRates:
         if self._backwards < BACKWARDS:
             return
         here = ", ".join(f"{name} {', '.join(map(str, rates))}" for (name, _), rates in sorted(self._rates.items()))
-        everywhere = sums.total("rate") / sums.size
+        rank, mean = self._facts.rank, self._mean()
+        others = (sums.total("rate") - mean) / (sums.size - 1)
+        who = "the other rank has" if sums.size == 2 else "the other ranks have"
         self._text = (
-            f"rank {self._facts.rank}: in {BACKWARDS} steps running, the learning rates were not the same on all "
-            f"{sums.size} ranks, for the same parameters. Here they are {here}, with a mean of {self._mean():.6g}; the "
-            f"mean over all ranks is {everywhere:.6g}. Expected equal ones; the weights of the ranks drift apart. Step "
-            "each schedule equally often on every rank, and let one that depends on a loss see the mean over the ranks."
+            f"rank {rank}: in {BACKWARDS} steps running, the learning rates were not the same on all {sums.size} "
+            f"ranks, for the same parameters. Rank {rank} has {here}, with a mean of {mean:.6g}; {who} a mean of "
+            f"{others:.6g}. Expected equal ones; the weights of the ranks drift apart. {REMEDY}"
         )
 
     def tell(self) -> None:

@@ -50,6 +50,7 @@ __all__ = [
     "MICRO_BATCHES",
     "MODULE_BUFFERS",
     "NOT_FINITE",
+    "RANKS",
     "RESCALED",
     "SKIPPED",
     "STEPPED",
@@ -68,6 +69,7 @@ FORMAT = "dpfuse trace 1"
 HELD, LEFT, RESCALED, MODULE_BUFFERS = "held", "left", "rescaled", "module buffers"  # fields of a backward
 HOOKED = "hooked"  # another one
 MICRO_BATCHES = "micro_batches"  # a field of a model: how many a step has, on any number of ranks
+RANKS = "ranks"  # another one: over how many gradients are averaged
 BEFORE_STEP, CALLS = "before step", "calls"  # fields of a step
 NOT_FINITE, STEPPED, WEIGHTS, SKIPPED = "not finite", "stepped", "parameters", "skipped"  # a field, and its own
 ABSENT = "-" * 8  # in the place of a hash: there is no tensor
@@ -85,6 +87,7 @@ class Call(str, Enum):
     GET_SCALE = "get scale"
     UNSCALE = "unscale"  # by itself, or in the step of a scaler, which may skip that of the optimizer
     CLIP = "clip"  # to a finite number
+    ALL_REDUCE = "all reduce"  # of gradients, over all ranks: a sum or a mean
     SCHEDULE = "schedule"  # a step of a schedule, which may step others
 
 

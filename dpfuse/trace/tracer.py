@@ -34,6 +34,7 @@ from dpfuse.trace.trace_file import (
     LEFT,
     MICRO_BATCHES,
     MODULE_BUFFERS,
+    RANKS,
     RESCALED,
     Call,
     Writer,
@@ -215,6 +216,7 @@ class Tracer:
         finite: bool = False,
     ) -> None:
         self.phases = Phases()
+        self.evaluated: dict[str, int] = {}  # by the line: calls of models without gradients, or in eval mode
         self.deep = deep_steps is None or deep_steps > 0
         self._deep_steps = math.inf if deep_steps is None else deep_steps
         self._after_step = after_step
@@ -269,6 +271,7 @@ class Tracer:
                 "buffers": traced.buffer_names,
                 "random": random_states(),
                 "parameters": text_of(read([hash_of(param) for param in traced.params])),
+                RANKS: _ranks_of(wrapper),
             }
             options = getattr(wrapper, "_options", None)  # torch's class has none
             if (count := getattr(options, "micro_batches", None)) is not None:
@@ -276,6 +279,9 @@ class Tracer:
             self._file.write("model", facts)
 
     def _forward_begins(self, traced: _Traced, wrapper: nn.Module, args: Any, kwargs: Any) -> None:
+        if not (torch.is_grad_enabled() and _inside(wrapper).training):
+            line_of = user_line()
+            self.evaluated[line_of] = self.evaluated.get(line_of, 0) + 1
         if not torch.is_grad_enabled():
             return
         with self.phases.inside("tracing"):
@@ -466,6 +472,12 @@ class Tracer:
         names = [self._names.get(id(param), f"parameter {index}") for index, param in enumerate(params_of(optimizer))]
         self._file.write("optimizer", {"number": number, "class": type(optimizer).__name__, "names": names})
         return number, steps
+
+
+def _ranks_of(wrapper: Any) -> int:
+    """Return over how many ranks it averages."""
+    group = getattr(wrapper, "process_group", None) or getattr(wrapper, "_group", None)
+    return 1 if group is None else int(group.size())
 
 
 def _inside(wrapper: nn.Module) -> nn.Module:

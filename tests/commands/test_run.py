@@ -235,6 +235,26 @@ def test_a_look_for_torch_changes_nothing_and_what_stays_torchs_is_named_at_the_
     assert [trace.models[0]["wrapper"] for trace in read_folder(tmp_path / "trace").values()] == ["dpfuse", "dpfuse"]
 
 
+OWN_CLASS = """
+import dpfuse, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+for kind in (dpfuse.DistributedDataParallel, dpfuse.DataParallel):
+    model = kind(torch.nn.Linear(2, 2))
+torch.optim.SGD(model.parameters(), lr=0.1).step()
+dist.destroy_process_group()
+"""
+
+
+def test_of_a_program_that_uses_our_class_it_is_said_that_nothing_was_to_be_replaced(tmp_path):
+    (tmp_path / "own.py").write_text(OWN_CLASS)
+    done = python("-m", "dpfuse", "run", "--ranks", 2, "own.py", folder=tmp_path, warm=True, warm_ranks=True)
+    assert done.returncode == 0, done.stderr
+    assert [line for line in done.stderr.splitlines() if line.startswith("dpfuse run")] == [
+        "dpfuse run: Linear and Linear are wrapped by a class of dpfuse already (own.py:5), so there was nothing to "
+        "replace there"
+    ]
+
+
 @pytest.mark.parametrize(
     "ending",
     ["import a_module_that_is_not_there", pytest.param("import sys; sys.exit(2)", marks=pytest.mark.slow)],

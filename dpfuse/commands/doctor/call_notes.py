@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import wraps
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 from torch.optim import lr_scheduler
@@ -24,6 +26,7 @@ Params = Iterable[Tensor] | None  # that a call is about; None: it is not to be 
 State = tuple[int, int] | None  # of `.grad`: which tensor it is, and how often it was written
 SCALER: Any = torch.amp.GradScaler
 SCHEDULE: Any = lr_scheduler.LRScheduler
+SUM: Any = dist.ReduceOp.SUM if dist.is_available() else None
 CLIPS = ("clip_grad_norm_", "clip_grad_value_")
 
 
@@ -51,8 +54,27 @@ class CallNotes:
         for kind in vars(lr_scheduler).values():
             if isinstance(kind, type) and issubclass(kind, SCHEDULE) and "step" in vars(kind):
                 self._hear(kind, "step", Call.SCHEDULE, _of_schedule)
+        if dist.is_available():
+            self._hear_all_reduce(dist.all_reduce)
         call_before_steps(self)
         call_after_steps(self)
+
+    def _hear_all_reduce(self, plain: Any) -> None:
+        """Note that the program itself adds up gradients over all ranks, each or all in one tensor."""
+
+        @wraps(plain)
+        def heard(tensor: Any, op: Any = SUM, group: Any = None, async_op: bool = False) -> Any:
+            tracer = None if torch.compiler.is_compiling() else self._tracer()
+            caller = sys._getframe(1).f_globals.get("__name__", "")
+            of_all = op in (SUM, dist.ReduceOp.AVG) and group in (None, dist.group.WORLD)
+            if tracer is not None and of_all and not caller.startswith(("torch.", "dpfuse.")):
+                with tracer.phases.inside("tracing"):
+                    for params in tracer.stepped().values():
+                        if found := _gradients_in(tensor, params):
+                            tracer.note(Call.ALL_REDUCE, found)
+            return plain(tensor, op, group, async_op)
+
+        dist.all_reduce = heard
 
     def before_step(self, optimizer: Optimizer) -> None:
         """As `Watcher.before_step`."""
@@ -108,6 +130,17 @@ def _states(tracer: Tracer) -> dict[int, State]:
         param: None if grad is None else (id(grad), 0 if grad.is_inference() else grad._version)
         for param, grad in grads
     }
+
+
+def _gradients_in(tensor: Tensor, params: Sequence[Tensor]) -> set[int]:
+    """Return the ids of parameters whose gradient this tensor is, or of all if it is a flat copy of their gradients."""
+    grads = {id(param): param.grad for param in params if param.grad is not None and param.grad.layout is torch.strided}
+    own = {key for key, grad in grads.items() if grad.data_ptr() == tensor.data_ptr() and grad.shape == tensor.shape}
+    if own or not grads or tensor.ndim != 1 or tensor.numel() != sum(grad.numel() for grad in grads.values()):
+        return own
+    first = next(iter(grads.values())).flatten()
+    is_copy = first.dtype is tensor.dtype and first.device == tensor.device and torch.equal(first, tensor[: len(first)])
+    return {*grads} if is_copy else set()
 
 
 def _of_scale(scaler: Any, *_: Any, **__: Any) -> Params:

@@ -12,12 +12,13 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NoReturn
 
 from dpfuse.commands.doctor.changed_files import MOST, Snapshot, folders_of, snapshot
+from dpfuse.commands.doctor.failed_runs import outcome, reasons
 from dpfuse.commands.doctor.findings import findings_of, remarks_of
 from dpfuse.commands.doctor.numbers import EXACT_RANKS, judge
 from dpfuse.commands.doctor.page import page
@@ -34,6 +35,7 @@ __all__ = ["Wish", "doctor"]
 PAGE = "doctor.html"
 ALTERNATING = ("torch", "dpfuse", "torch", "dpfuse")  # the runs that are compared
 RANKS_WITHOUT_GPUS = 2
+HEARD = 120.0  # seconds without a step, after which dpfuse has said who waits for whom, unless it waits for ever
 DEEP = 10  # steps that are hashed in full, at most a quarter of all
 
 
@@ -105,6 +107,11 @@ def _examined(wish: Wish, folder: Path, arguments: list[str]) -> DoctorReport:
             if run.failed or not run.traces or not run.replaceable:
                 failed_under = wrapper if run.failed else ""
                 failure = _failure(run)
+                if failed_under == "torch":
+                    ours = next((one for one in series.runs if one.wrapper == "dpfuse"), None) or series.run(
+                        "dpfuse", HEARD
+                    )
+                    failure = f"{failure}; {outcome(ours)}"
                 break
         else:
             if len(series.runs[0].traces) > EXACT_RANKS:
@@ -137,6 +144,8 @@ def _examined(wish: Wish, folder: Path, arguments: list[str]) -> DoctorReport:
         "versions": software_versions(),
     }
     findings, remarks = findings_of(compared, speed), remarks_of(compared, speed.link)
+    if failed_under == "torch":
+        findings = (*(one for run in compared if run.wrapper == "dpfuse" for one in reasons(run)), *findings)
     codes = [one.code for one in (*findings, *remarks)]
     return DoctorReport(
         shlex.join(["dpfuse", *arguments]),
@@ -182,13 +191,14 @@ class _Series:
         if not self._before.complete:
             _say(f"a folder has more than {MOST:,} files, of which the others are not looked at for changes")
 
-    def run(self, wrapper: str) -> Run:
-        """Run the program once more."""
+    def run(self, wrapper: str, patience: float = 0.0) -> Run:
+        """Run the program once more, with at least this patience."""
         number = len(self.runs) + 1
         self.title = f"run {number}, {TITLES[wrapper]}"
         _say(self.title)
         try:
-            run = run_once(self._plan, number, wrapper, _say)
+            plan = replace(self._plan, patience=max(patience, self._plan.patience))
+            run = run_once(plan, number, wrapper, _say)
         finally:  # an interrupted run changes files, too
             now = self._look()
             self.changed[self.title] = now.changed_since(self._before)
@@ -217,16 +227,19 @@ class _Series:
 def _failure(run: Run) -> str:
     under = TITLES[run.wrapper]
     if not run.failed and run.derived:
+        names = ", ".join(run.derived)
+        if run.own:
+            return f"{names} derives from a class of dpfuse, and torch's cannot take its place, so nothing is compared"
         return (
-            f"{', '.join(run.derived)} derives from torch's DistributedDataParallel, and dpfuse does not replace it, "
-            "so there is nothing to compare; expected torch's class itself. Derive it from "
-            "dpfuse.DistributedDataParallel, or make torch's class"
+            f"{names} derives from torch's DistributedDataParallel, and dpfuse does not replace it, so nothing is "
+            "compared; expected torch's class itself. Derive it from dpfuse.DistributedDataParallel, or make torch's "
+            "class"
         )
     if not run.failed and run.unwrapped:
         return (
             f"the program made no DistributedDataParallel under {under} before an optimizer had made {run.unwrapped} "
-            "steps; expected a data-parallel training with torch's class, and not another one, such as FSDP. If a "
-            "model is wrapped later, pass more --steps"
+            "steps; expected a data-parallel training with torch's class or dpfuse's, and not another one, such as "
+            "FSDP. If a model is wrapped later, pass more --steps"
         )
     if not run.failed:
         return (
@@ -234,6 +247,7 @@ def _failure(run: Run) -> str:
             "data-parallel training. Does it need other arguments or more ranks?"
         )
     if run.wrapper == "torch":
+        under = f"{under}, which stands in the place of dpfuse's class" if run.own else under
         return f"the program fails under {under}, in run {run.number}, so dpfuse cannot be compared: {run.reason()}"
     return f"the program runs under torch DDP and fails under {under}, in run {run.number}: {run.reason()}"
 

@@ -10,6 +10,7 @@ from dpfuse.commands.doctor.cut_windows import changed_gradients, lost_batches, 
 from dpfuse.commands.doctor.hooked_gradients import changed_on_some_ranks
 from dpfuse.commands.doctor.loop_calls import (
     Seen,
+    averaged_again,
     clipped_while_scaled,
     never_zeroed,
     schedule_per_batch,
@@ -28,12 +29,14 @@ from dpfuse.findings import (
     EACH_AVERAGED,
     NEVER_STEPPED,
     NEVER_ZEROED,
+    OTHER_RATES,
     SAME_BATCHES,
     SAME_ORDER,
     SCHEDULE_PER_BATCH,
     WEIGHTS,
     ZEROED_IN_WINDOW,
 )
+from dpfuse.loop.same_rates import REMEDY as RATES_REMEDY
 from dpfuse.trace.trace_file import BEFORE_STEP, HELD, MODULE_BUFFERS, RankTrace
 from dpfuse.weights.finding import kind_in
 
@@ -42,6 +45,7 @@ __all__ = ["Finding", "findings_of", "remarks_of"]
 DIFFER, SAME, ALONE = "the weights of the ranks differ", "the same batches on every rank", "a group of one rank"
 LEFT_OUT, BUFFERS = "a rank leaves out steps", "buffers differ between ranks"
 SKIPS = "a GradScaler skips steps"
+TWICE = "gradients are averaged twice"
 CHECKED = {DIFFER: WEIGHTS, SAME: SAME_BATCHES}  # dpfuse's own checks find these, too
 LOGGED = {ALONE_CODE: ALONE}  # what dpfuse logs only, and here is wrong
 SLOW_RANK, SLOW_LOADER = "a rank is slow", "the loader is slow"
@@ -99,34 +103,38 @@ def findings_of(runs: Sequence[Run], speed: Speed | None = None) -> tuple[Findin
     # The trace of a rank that has failed is shorter, and no step was left out.
     traced = [(run, finding) for run in runs if not run.failed for finding in _traced(run)]
     exact = next((one for title in (DIFFER, LEFT_OUT) for _, one in traced if one.title == title), None)
-    said = [(run, _with_the_step(finding, exact)) for run in runs for finding in _said(run)]
+    said = [(run, _with_the_rates(_with_the_step(finding, exact), run)) for run in runs for finding in _said(run)]
     seen = {finding.code for _, finding in said} | {finding.title for _, finding in said}
     unsaid = [(run, one) for run, one in traced if not {CHECKED.get(one.title), one.title} & seen]
-    return (*_once([*not_finite, *said, *unsaid]), *(_lost_time(speed.timings) if speed is not None else ()))
+    return (*_once([*not_finite, *said, *unsaid]), *(_lost_time(speed) if speed is not None else ()))
 
 
 def remarks_of(runs: Sequence[Run], link: Link | None) -> tuple[Finding, ...]:
-    """Return what may be meant so: what windows and samplers show, what costs time, buffers that each rank keeps.
+    """Return what may be meant so: what windows show, what costs time, buffers that each rank keeps.
 
     Args:
         runs: those that are compared.
         link: how gradients travel; None where it was not measured.
     """
     logged = [(run, finding) for run in runs for finding in _noted(run, "log") if finding.code not in LOGGED]
-    looks = (_in_traces, _unstepped, _same_order, _own_buffers, _parts_of_inputs)
+    looks = (_in_traces, _unstepped, _own_buffers, _parts_of_inputs)
     shown = [(run, finding) for run in runs for look in looks for finding in look(run)]
     counted = [(run, finding) for run in runs for finding in _each_averaged(run, link)]
     return _once([*logged, *shown, *counted])
 
 
-def _lost_time(timings: Sequence[Timing]) -> Iterator[Finding]:
-    """Yield a rank, or else a loader, that costs much of each step in at least half of the runs."""
+def _lost_time(speed: Speed) -> Iterator[Finding]:
+    """Yield a rank, or else a loader, that costs much of each step in at least half of the runs.
+
+    On a busy machine it must be the same rank in all runs, and a loader may wait for others.
+    """
+    timings = speed.timings
     late = {one.run: one.slowest for one in timings if one.slowest and _is_much(one.slowest.seconds, one)}
     names = [(one.rank, one.part) for one in late.values()]
     if names:
         often = max(names, key=names.count)
         where = tuple(run for run, one in late.items() if (one.rank, one.part) == often)
-        if 2 * len(where) >= len(timings):
+        if 2 * len(where) >= len(timings) * (1 + speed.is_busy):
             slowest, timing = late[where[0]], next(one for one in timings if one.run == where[0])
             text = (
                 f"{slowest.explain()}, {slowest.seconds / timing.mean:.0%} of a step. The others wait for it. Expected "
@@ -138,7 +146,7 @@ def _lost_time(timings: Sequence[Timing]) -> Iterator[Finding]:
     # The trace waits for a GPU after each step. Without a trace, the work of the GPU hides as much of the loader.
     lost = {one.run: one.parts["loader"] - one.parts["device"] for one in timings}
     waits = [one for one in timings if _is_much(lost[one.run], one)]
-    if waits and 2 * len(waits) >= len(timings):
+    if waits and not speed.is_busy and 2 * len(waits) >= len(timings):
         first = waits[0]
         line = f" ({first.lines['loader']})" if first.lines.get("loader") else ""
         text = (
@@ -158,6 +166,23 @@ def _with_the_step(said: Finding, exact: Finding | None) -> Finding:
     if said.code != WEIGHTS or exact is None:
         return said
     return Finding(WEIGHTS, exact.title, f"{exact.text} {kind_in(said.text)}".strip(), ())
+
+
+def _with_the_rates(said: Finding, run: Run) -> Finding:
+    """Return what dpfuse has said of learning rates that differ, with that of each rank."""
+    for step in range(run.steps if said.code == OTHER_RATES else 0):
+        lines = {rank: trace.steps[step] for rank, trace in run.traces.items()}
+        rates = {rank: ", ".join(str(group.get("lr")) for group in line["settings"]) for rank, line in lines.items()}
+        if len(set(rates.values())) > 1:
+            name = run.traces[0].optimizers[lines[0]["optimizer"]]["class"]
+            each = ", ".join(f"rank {rank} has {rate}" for rank, rate in [*rates.items()][: 2 * SHOWN])
+            more = ", …" if len(rates) > 2 * SHOWN else ""
+            text = (
+                f"the learning rates of {name} differ between ranks, first in step {step}: {each}{more}. Expected "
+                f"equal ones; the weights of the ranks drift apart. {RATES_REMEDY}"
+            )
+            return replace(said, title="other learning rates", text=text)
+    return said
 
 
 def _once(found: Sequence[tuple[Run, Finding]]) -> tuple[Finding, ...]:
@@ -217,6 +242,10 @@ def _traced(run: Run) -> Iterator[Finding]:
     if not traces:
         return
     first = traces[0]
+    again = averaged_again(traces)
+    if again is not None:
+        yield Finding("", TWICE, again.text, (), again.step)
+    yield from _same_order(run)
     if first.settings["ranks"] == 1:
         text = "the process group has one rank, so nothing is averaged; start several ranks, or leave the wrapper out"
         yield Finding("", ALONE, text, ())

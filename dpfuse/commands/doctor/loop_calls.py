@@ -11,14 +11,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from dpfuse.commands.doctor.cut_windows import class_of, pairs_of, parts_of, reaches, repeats
-from dpfuse.trace.trace_file import CALLS, HELD, Call, RankTrace
+from dpfuse.trace.trace_file import CALLS, HELD, RANKS, Call, RankTrace
 
-__all__ = ["CLIPPED", "STEPS", "ZEROED", "Seen", "clipped_while_scaled", "never_zeroed", "schedule_per_batch",
-           "zeroed_in_windows"]  # fmt: skip
+__all__ = ["AGAIN", "CLIPPED", "STEPS", "ZEROED", "Seen", "averaged_again", "clipped_while_scaled", "never_zeroed",
+           "schedule_per_batch", "zeroed_in_windows"]  # fmt: skip
 
 STEPS = 8  # in a row, that show a habit
 ZEROED = 4  # in a row: windows in which as many backwards are lost
 CLIPPED = 2  # windows
+AGAIN = 4  # in a row: steps before which gradients are averaged twice
 FIELDS = ("forwards", "backwards", CALLS)
 
 
@@ -156,6 +157,35 @@ def schedule_per_batch(traces: Mapping[int, RankTrace]) -> Seen | None:
                 "optimizer.step(). A schedule that counts batches may be meant so.",
                 row[0].step,
             )
+    return None
+
+
+def averaged_again(traces: Mapping[int, RankTrace]) -> Seen | None:
+    """Say that the program takes the mean over the ranks by hand, of gradients that a backward has averaged.
+
+    Args:
+        traces: of a run, by rank.
+    """
+    first = traces[0]
+    for optimizer, model in pairs_of(first):
+        if first.models[int(model)].get(RANKS) != first.settings["ranks"]:
+            continue  # the wrapper averages over some ranks, and the program may do the rest
+        row: list[int] = []
+        for turn in _turns(first, optimizer):
+            own = [one for one in turn.backwards if reaches(one, model)]
+            kinds = [call["what"] if optimizer in call["of"] else "" for call in turn.calls]
+            last = _last_backward([call["what"] for call in turn.calls])
+            is_averaged = bool(own) and any(model in own[-1].get(name, {}) for name in ("averaged", "all_averaged"))
+            row = [*row, turn.step] if is_averaged and Call.ALL_REDUCE in kinds[last:] else []
+            if len(row) == AGAIN:
+                line = turn.calls[last + kinds[last:].index(Call.ALL_REDUCE)]["at"]
+                return Seen(
+                    f"before each of the steps {row[0]} to {row[-1]} of {class_of(first, optimizer)}, the program adds "
+                    f"up gradients over all ranks ({line}), and the backward had averaged them already. Divided by the "
+                    "number of ranks, they are what they were, and travel twice. Not divided, they are that many times "
+                    "too large. Expected one mean: remove that all_reduce() and the division.",
+                    row[0],
+                )
     return None
 
 

@@ -89,6 +89,12 @@ def judge(torch_runs: Sequence[Run], our_runs: Sequence[Run], other: Run | None,
             "said whether it differs from itself."
         )
         return Numbers("unknown", text, steps, found)
+    if ours.numeric:
+        text = (
+            f"dpfuse differs from DDP, first at {_place(found)}. The program passes {', '.join(ours.numeric)}, which "
+            "torch's class does not have, so numbers were to differ. To compare the rest, leave that out for one run."
+        )
+        return Numbers("unknown", text, steps, found)
     if len(first.traces) <= EXACT_RANKS:
         return Numbers("different", f"dpfuse differs from DDP, first at {_place(found)}.", steps, found)
     if other is None or other.failed or not other.steps:

@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from dpfuse.commands.doctor.call_notes import CallNotes
 from dpfuse.commands.doctor.order import DONE, ORDER, OVER, UNWRAPPED, Order, all_done
-from dpfuse.ddp.distributed_data_parallel import DistributedDataParallel
+from dpfuse.commands.own_wrappers import FACES, changes_numbers, for_torch, hear_constructors
 from dpfuse.ddp.patch import TORCH_INTERNAL, Patch
 from dpfuse.engine.optimizer_step_hook import call_after_steps
 from dpfuse.engine.plan import MB
@@ -47,6 +47,7 @@ from dpfuse.trace.attachment import start_tracer
 from dpfuse.trace.finite import is_left_out
 from dpfuse.trace.tracer import Tracer
 from dpfuse.tune import Tuning, autotune
+from dpfuse.wrapper import SyncedModule
 
 __all__ = ["start"]
 
@@ -61,6 +62,8 @@ RECORDED = 5  # backwards that the tuner records with each plan
 TORCH_CLASS: Any = nn.parallel.DistributedDataParallel  # whose constructor is replaced
 LOADER: Any = DataLoader
 SAMPLER: Any = DistributedSampler
+# The orders that run dpfuse's classes, and arguments that these get then, unless the program passes them.
+OURS: dict[str, CommonOptions] = {"dpfuse": {}, "narrow": {"wire_dtype": torch.bfloat16}, "tuned": {}}
 SCALER: Any = torch.amp.GradScaler
 
 _observer: _Observer | None = None
@@ -84,9 +87,11 @@ class _Observer:
         self._order = order
         self._folder = Path(order.folder)
         self._tracer: Tracer | None = None
-        self._wrappers: list[DistributedDataParallel] = []  # ours
-        self._replaceable = 0  # wrappers of torch's class itself, or of ours in its place
-        self._derived: dict[str, None] = {}  # classes that derive from torch's
+        self._wrappers: list[SyncedModule] = []  # ours
+        self._replaceable = 0  # wrappers of torch's class itself, or of ours, which take each other's place
+        self._derived: dict[str, None] = {}  # classes that derive from these
+        self._own = False  # whether the program has written dpfuse's class itself
+        self._numeric: dict[str, None] = {}  # its arguments with which numbers are not those of torch's class
         self._unwrapped: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # steps before a model is wrapped
         self._scaled: dict[int, dict[str, Any]] = {}  # by the id of an optimizer, which of its steps a scaler let pass
         self._times: list[CommunicationTimes] = []
@@ -115,9 +120,9 @@ class _Observer:
         self._watch_scalers()
         self._calls = CallNotes(lambda: self._tracer)
         self._watch_torch()
-        if order.wrapper in ("dpfuse", "narrow", "tuned"):
-            options: CommonOptions = {"wire_dtype": torch.bfloat16} if order.wrapper == "narrow" else {}
-            Patch(options, made=self._made)  # classes that derive from torch's come to torch's constructor
+        hear_constructors(self._construct_ours)
+        if order.wrapper in OURS:
+            Patch({})  # classes that derive from torch's come to torch's constructor
         call_after_steps(self)
         if order.own_ranks:
             threading.Thread(target=self._end_behind_the_ranks, daemon=True).start()
@@ -151,14 +156,29 @@ class _Observer:
             if not inner:
                 self._made(wrapper)
 
-        TORCH_CLASS.__init__ = traced
+        TORCH_CLASS.__init__ = self._construct_torchs = traced
+
+    def _construct_ours(
+        self, plain: Callable[..., None], wrapper: Any, is_own: bool, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        """The constructor of dpfuse's classes: makes torch's where the order says so."""
+        self._own |= is_own
+        self._numeric |= dict.fromkeys(changes_numbers(kwargs))
+        if self._order.wrapper in OURS or type(wrapper) not in FACES:
+            options = OURS.get(self._order.wrapper, {})
+            # A run goes on after a finding, so that all is seen.
+            plain(wrapper, *args, **{"check_training": "warn", **options, **kwargs})
+            self._made(wrapper)
+            return
+        object.__setattr__(wrapper, "__class__", TORCH_CLASS)  # as `patch()` does it the other way round
+        self._construct_torchs(wrapper, **for_torch(plain, args, kwargs))
 
     def _made(self, wrapper: Any) -> None:
-        if isinstance(wrapper, DistributedDataParallel):
+        if isinstance(wrapper, SyncedModule):
             self._wrappers.append(wrapper)
-        elif type(wrapper) is not TORCH_CLASS:
+        if type(wrapper) not in (*FACES, TORCH_CLASS):
             self._derived.setdefault(type(wrapper).__name__)
-        self._replaceable += isinstance(wrapper, DistributedDataParallel) or type(wrapper) is TORCH_CLASS
+        self._replaceable += type(wrapper) in (*FACES, TORCH_CLASS)
         if self._tracer is None:
             self._trains()
             self._tracer = start_tracer(
@@ -279,6 +299,9 @@ class _Observer:
             "behind": 0 if self._tracer is None else self._tracer.since_step,
             "lines": {} if self._tracer is None else self._tracer.phases.lines,
             "replaceable": self._replaceable,
+            "own": self._own,
+            "evaluated": {} if self._tracer is None else self._tracer.evaluated,
+            "numeric": list(self._numeric),
             "derived": list(self._derived),
             "scaled": list(self._scaled.values()),
             "unwrapped": max(self._unwrapped.values(), default=0),

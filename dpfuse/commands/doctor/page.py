@@ -134,9 +134,6 @@ def _speed(report: DoctorReport) -> str:
     parts.append(bars(split, label="where the time of a step goes, mean over steps and ranks", unit="ms"))
     waits = [f"{one.run}: {1e3 * one.waiting:.3g} ms" for one in speed.timings]
     parts.append(f"<p>Waiting for a slower rank when backward begins, mean: {escape('; '.join(waits))}.</p>")
-    for one in speed.timings:
-        if one.slowest is not None:
-            parts.append(f"<p>In {escape(one.run)}, {escape(one.slowest.explain())}.</p>")
     if speed.link is not None:
         parts.append(f"<p>Link: {escape(speed.link.explain())}.</p>")
     if speed.advice:

@@ -64,7 +64,10 @@ class DoctorReport:
         if failed is None:
             return "not examined, since there was no comparison"
         last = f", whose last line is {failed.last_line!r}" if failed.last_line else ""
-        return f"not examined, since run {failed.number} has failed: {failed.reason()}. See {failed.kept_log}{last}"
+        why = f"run {failed.number} has failed: {failed.reason()}. See {failed.kept_log}{last}"
+        if self.runs[-1].failed:
+            return f"not examined, since {why}"
+        return f"nothing was found in run {self.runs[-1].number}, dpfuse; {why}"
 
     @property
     def not_finite(self) -> Finding | None:
@@ -81,7 +84,7 @@ class DoctorReport:
         """0: nothing is wrong; 1: something is; 2: nothing can be said; 130: Ctrl-C has ended the doctor."""
         if self.interrupted:
             return INTERRUPTED
-        if self.failed_under and self.failed_under != "torch":
+        if self.failed_under and (self.failed_under != "torch" or self.findings):
             return FOUND
         if self.failure or self.numbers is None or self.numbers.result == "void":
             return CANNOT_SAY

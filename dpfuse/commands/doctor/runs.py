@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -89,6 +90,7 @@ class Run:
         traces: by rank; empty if there are none.
         facts: of each process, as the observer has written them.
         last_line: of what the ranks have printed; empty if they have printed nothing.
+        load: tasks of the machine that were running or waiting for a core, for each of its cores, the mean.
     """
 
     number: int
@@ -99,6 +101,7 @@ class Run:
     traces: dict[int, RankTrace] = field(default_factory=dict)
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)
     last_line: str = ""
+    load: float = 0.0
 
     @property
     def title(self) -> str:
@@ -117,13 +120,23 @@ class Run:
 
     @property
     def derived(self) -> list[str]:
-        """The classes of wrappers that derive from torch's, which dpfuse does not replace."""
+        """The classes of wrappers that derive from torch's or dpfuse's, which do not take each other's place."""
         return sorted({name for facts in self.facts.values() for name in facts["derived"]})
 
     @property
     def replaceable(self) -> bool:
-        """Whether a rank has made a wrapper that dpfuse replaces."""
+        """Whether a rank has made a wrapper in whose place the other class can be put."""
         return any(facts["replaceable"] for facts in self.facts.values())
+
+    @property
+    def own(self) -> bool:
+        """Whether the program has written dpfuse's class itself."""
+        return any(facts["own"] for facts in self.facts.values())
+
+    @property
+    def numeric(self) -> list[str]:
+        """The arguments of dpfuse's class, given by the program, with which numbers are not those of torch's class."""
+        return sorted({name for facts in self.facts.values() for name in facts["numeric"]})
 
     @property
     def unwrapped(self) -> int:
@@ -189,7 +202,7 @@ def run_once(plan: Plan, number: int, wrapper: str, say: Callable[[str], None]) 
             words, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )
         try:
-            run.code = _watched(process, folder, plan, run.title, say)
+            run.code, run.load = _watched(process, folder, plan, run.title, say)
         except KeyboardInterrupt:
             seconds = STOP_AT_ONCE
             raise
@@ -231,28 +244,41 @@ def offline(environ: Mapping[str, str], folder: Path) -> dict[str, str]:
 
 def _watched(
     process: subprocess.Popen[bytes], folder: Path, plan: Plan, title: str, say: Callable[[str], None]
-) -> int | None:
-    """Wait for the end of a run; return its exit code, or None if it makes no progress."""
-    before, moved, said = (0, 0), time.monotonic(), time.monotonic()
+) -> tuple[int | None, float]:
+    """Wait for the end of a run; return its exit code, or None if it makes no progress, and the machine's load."""
+    before, moved, said, text = (0, 0), time.monotonic(), time.monotonic(), ""
+    loads = [0.0]
     while True:
         try:
-            return process.wait(LOOK)
+            return process.wait(LOOK), statistics.mean(loads)
         except subprocess.TimeoutExpired:
             now = time.monotonic()
+        loads.append(_load())
         if plan.own_ranks and all_done(folder):
             time.sleep(GRACE)
             os.killpg(process.pid, signal.SIGKILL)  # also a shell, which has code after the ranks
             process.wait()
-            return 0
+            return 0, statistics.mean(loads)
         progress = _progress(folder)
         if progress != before:
             before, moved = progress, now
         elif now - moved > (max(plan.patience, ENDING) if list(folder.glob(f"{DONE}*")) else plan.patience):
-            return None
+            return None, statistics.mean(loads)
         if now - said > SAY:
-            said = now
+            said, last = now, text
             done = max([progress[1], *map(_steps, folder.glob("rank*.jsonl"))])
-            say(f"{title}: {f'step {done} of {plan.steps}' if done else 'starting'}")
+            text = f"step {done} of {plan.steps}" if done else "starting"
+            if text != last:
+                say(f"{title}: {text}")
+
+
+def _load() -> float:
+    """Return how many tasks of the machine run or wait for a core now, without this one, for each of its cores."""
+    try:
+        with open("/proc/loadavg", encoding="ascii") as file:
+            return (int(file.read().split()[3].partition("/")[0]) - 1) / (os.cpu_count() or 1)
+    except OSError:  # not on Linux
+        return os.getloadavg()[0] / (os.cpu_count() or 1)
 
 
 def _last_line(log: Path) -> str:

@@ -43,6 +43,7 @@ WORTH = 0.05  # of a step; below this nothing is advised
 LEAST = 0.005  # of a step: less is 0 %
 # Seconds of all timed steps of a run. Below this, a moment in which the machine does something else decides.
 BRIEF = 0.25
+BUSY = 1.25  # tasks for each core of the machine, from which on other programs may decide how long a step takes
 CLEAR = 2.0  # times what runs of one kind differ by: less may be chance, since there are only two of each
 SLOWEST = 0.8  # of the steps in which one rank is the slowest
 COMPARED = ("torch", "dpfuse")
@@ -50,7 +51,7 @@ ADVISED = {  # what a run of advice tries, and the argument of the class that th
     "narrow": ("send 16 bits", "wire_dtype=torch.bfloat16; gradients are rounded; of dpfuse.DistributedDataParallel"),
     "tuned": ("let the tuner choose the buckets", 'plan="auto"; of dpfuse.DistributedDataParallel'),
 }
-FEWER = "with contextlib.nullcontext() if (index + 1) % {count} == 0 else model.no_sync(): …, and step as often"
+FEWER = "forward and backward of the other batches inside no_sync() of the wrapped model, and step as often"
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,7 @@ class Timing:
         slowest: a rank that is the slowest in most steps, or None.
         batches: backwards before a step of the first optimizer, the mean.
         lines: of the program, in which each part begins on rank 0.
+        load: as that of a run.
     """
 
     run: str
@@ -99,6 +101,7 @@ class Timing:
     slowest: SlowestRank | None
     batches: float
     lines: dict[str, str]
+    load: float
 
     @property
     def median(self) -> float:
@@ -190,7 +193,7 @@ class Speed:
         timings: of each run that was timed.
         ratio: the median step of dpfuse over that of DDP; None if there are too few steps.
         noise: how far runs of one kind differ, as a part of a step; None where there is only one run of each kind.
-        link: None where it was not measured.
+        link: None where it was not measured, or the machine was busy.
         advice: what helps.
         tried: what a run of advice has shown where it does not help, in one line; empty otherwise.
     """
@@ -203,14 +206,19 @@ class Speed:
     tried: str
 
     @property
+    def is_busy(self) -> bool:
+        """Whether the machine had more to do than its cores can, so that times tell nothing."""
+        return is_busy(self.timings)
+
+    @property
     def is_known(self) -> bool:
         """Whether anything can be said of how fast dpfuse is beside DDP."""
-        return not (self.ratio is None or self.noise is None or is_brief(self.timings))
+        return not (self.ratio is None or self.noise is None or is_brief(self.timings) or self.is_busy)
 
     @property
     def change(self) -> float:
         """The part by which a step of dpfuse is longer than one of DDP; 0 where that may be chance."""
-        if self.ratio is None or self.noise is None or is_brief(self.timings):
+        if self.ratio is None or self.noise is None or not self.is_known:
             return 0.0
         return 0.0 if abs(self.ratio - 1) <= max(CLEAR * self.noise, LEAST) else self.ratio - 1
 
@@ -223,6 +231,8 @@ class Speed:
             return "too few runs to say"
         if is_brief(self.timings):
             return "too short to say"
+        if self.is_busy:
+            return "too busy to say"
         if not self.change:
             return "no clear difference"
         return f"{abs(self.change):.0%} {'more' if self.change > 0 else 'less'} time for a step"
@@ -239,6 +249,12 @@ class Speed:
             return (
                 f"the timed steps of a run take {seconds:.3g} s, which is too short to say whether dpfuse is faster: "
                 f"expected {BRIEF:g} s; pass more --steps"
+            )
+        if self.is_busy:
+            load = max(one.load for one in self.timings)
+            return (
+                f"nothing is said of the speed: {load:.1f} tasks ran or waited for each core of this machine; expected "
+                f"at most {BUSY:g}. Run the doctor again when other programs have ended, or with fewer ranks"
             )
         if not self.change:
             return (
@@ -258,6 +274,11 @@ def is_brief(timings: Sequence[Timing]) -> bool:
     return any(sum(one.steps) < BRIEF for one in timings)
 
 
+def is_busy(timings: Sequence[Timing]) -> bool:
+    """Whether the machine had more to do in a run than its cores can, so that times tell nothing about speed."""
+    return any(one.load > BUSY for one in timings)
+
+
 def measure(runs: Sequence[Run], deep: int) -> Speed:
     """Return the times of these runs.
 
@@ -273,8 +294,13 @@ def measure(runs: Sequence[Run], deep: int) -> Speed:
         ratio = statistics.mean(by["dpfuse"]) / statistics.mean(by["torch"])
         noise = max((max(values) / min(values) - 1 for values in by.values() if len(values) > 1), default=None)
     link = _link(runs, compared)
+    if is_busy(timings):
+        return Speed(tuple(compared), ratio, noise, None, (), "")
+    if noise is None or is_brief(compared):
+        return Speed(tuple(compared), ratio, noise, link, (), "")
     advice, tried = _tried(runs, timings, noise)
-    if link is not None and link.is_the_limit and not is_brief(compared):
+    one_model = all(len(trace.models) == 1 for run in runs for trace in run.traces.values())
+    if link is not None and link.is_the_limit and one_model and link.part / 2 > CLEAR * noise:
         advice += _fewer(link, next(one for one in compared if one.wrapper == "dpfuse"))
     return Speed(tuple(compared), ratio, noise, link, advice, tried)
 
@@ -287,7 +313,8 @@ def to_try(runs: Sequence[Run], deep: int) -> str:
         return ""
     if link.is_the_limit and not link.is_latency:
         return "narrow"
-    return "tuned" if min(run.steps for run in runs) >= deep + TUNING + FEWEST else ""
+    has_choice = link.collectives > max(len(run.traces[0].models) for run in runs if run.traces)
+    return "tuned" if has_choice and min(run.steps for run in runs) >= deep + TUNING + FEWEST else ""
 
 
 def _timing(run: Run, deep: int) -> Timing | None:
@@ -313,7 +340,7 @@ def _timing(run: Run, deep: int) -> Timing | None:
     matters = len(ranks) > 1 and slowest.count(often) > SLOWEST * count and waiting > WORTH * statistics.median(steps)
     late = _slowest(run, often, {rank: cycles[:count] for rank, cycles in ranks.items()}) if matters else None
     batches = statistics.mean(cycle["batches"] for cycle in ranks[0][:count])
-    return Timing(run.title, run.wrapper, steps, parts, waiting, late, batches, _lines_of(run, 0))
+    return Timing(run.title, run.wrapper, steps, parts, waiting, late, batches, _lines_of(run, 0), run.load)
 
 
 def _lines_of(run: Run, rank: int) -> dict[str, str]:
@@ -371,11 +398,11 @@ def _link(runs: Sequence[Run], timings: Sequence[Timing]) -> Link | None:
     return Link(nbytes, seconds, exposed, statistics.mean(steps), collectives)
 
 
-def _tried(runs: Sequence[Run], timings: Sequence[Timing], noise: float | None) -> tuple[tuple[Advice, ...], str]:
+def _tried(runs: Sequence[Run], timings: Sequence[Timing], noise: float) -> tuple[tuple[Advice, ...], str]:
     """Return what a run of advice has shown: advice, or that it does not help. Less than the noise is no help."""
     before = [one.median for one in timings if one.wrapper == "dpfuse"]
     after = next((one for one in timings if one.wrapper in ADVISED), None)
-    if after is None or not before or noise is None:
+    if after is None or not before:
         return (), ""
     what, how = ADVISED[after.wrapper]
     tunings = _tunings(runs)
@@ -399,7 +426,7 @@ def _fewer(link: Link, ours: Timing) -> tuple[Advice, ...]:
     batches = max(1, round(ours.batches))
     what = f"average once in {2 * batches} batches, or double the batch"
     after = ours.median * (1 - link.part / 2)
-    return (Advice(what, FEWER.format(count=2 * batches), ours.median, after, measured=False),)
+    return (Advice(what, FEWER, ours.median, after, measured=False),)
 
 
 def _tunings(runs: Sequence[Run]) -> list[dict[str, Any]]:

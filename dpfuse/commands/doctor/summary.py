@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections import Counter
 from collections.abc import Iterator
 
 from dpfuse.commands.doctor.report import DoctorReport
@@ -12,6 +13,7 @@ from dpfuse.commands.doctor.speed import WORDS
 __all__ = ["ANSWERS", "summary"]
 
 LINES, WIDTH = 60, 110
+NAMED = 3  # files
 ANSWERS = {
     "equal": "yes, bit for bit",
     "close": "yes, within rounding",
@@ -55,7 +57,9 @@ def _measured(report: DoctorReport) -> Iterator[str]:
     numbers, speed = report.numbers, report.speed
     if numbers is not None:
         yield from _entry("same numbers?", f"{ANSWERS[numbers.result]}. {numbers.text}")
-    if speed.ratio is not None:
+    if speed.is_busy and speed.verdict:
+        yield from _entry("how fast?", speed.verdict)
+    elif speed.ratio is not None:
         for wrapper in ("torch", "dpfuse"):
             rates = [f"{1 / one.median:.1f}" for one in speed.timings if one.wrapper == wrapper]
             title = "how fast?" if wrapper == "torch" else ""
@@ -66,8 +70,6 @@ def _measured(report: DoctorReport) -> Iterator[str]:
         large = {part: value for part, value in ours.parts.items() if value > 0.005 * total}
         parts = ", ".join(f"{WORDS[part]} {value / total:.0%}" for part, value in large.items())
         yield from _entry("where it goes", f"{parts}; {ours.waiting / total:.0%} is waiting for a slower rank")
-        if ours.slowest is not None:
-            yield from _entry("", ours.slowest.explain())
     if speed.link is not None:
         yield from _entry("link", speed.link.explain())
     for advice in speed.advice:
@@ -77,8 +79,10 @@ def _measured(report: DoctorReport) -> Iterator[str]:
 
 
 def _changed(report: DoctorReport) -> Iterator[str]:
-    changed = sorted({path for paths in report.changed.values() for path in paths})
-    text = f"{len(changed)}, such as {changed[0]}" if changed else "none in the folders that were looked at"
+    counts = Counter(path for paths in report.changed.values() for path in paths)
+    often = sorted(counts, key=lambda path: (-counts[path], path))  # what each run writes over comes first
+    named = [f"{path} ({counts[path]} times)" if counts[path] > 1 else path for path in often[:NAMED]]
+    text = f"{len(often)}, such as {', '.join(named)}" if often else "none in the folders that were looked at"
     yield from _entry("files changed", text)
 
 

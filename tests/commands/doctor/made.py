@@ -15,7 +15,7 @@ def run_of(folder: Path, number: int, wrapper: str, **facts: Any) -> Run:
 
 
 def plain_facts(**facts: Any) -> dict[str, Any]:
-    made = {"replaceable": 1, "derived": [], "unwrapped": 0}
+    made = {"replaceable": 1, "derived": [], "unwrapped": 0, "own": False, "numeric": [], "evaluated": {}}
     return {
         "communication": [],
         "tunings": [],
@@ -59,6 +59,7 @@ NAMES = ["weight", "bias"]
 CALLS = {
     "b": "backward", "B": "backward", "S": "step", "z": "zero", "h": "by hand", "s": "scale", "g": "get scale",
     "u": "unscale", "U": "unscale", "c": "clip", "C": "clip", "l": "schedule",
+    "a": "all reduce",
 }  # fmt: skip
 
 
@@ -96,6 +97,6 @@ def traces_of(*windows):
         for line in steps:
             line["forwards"] = [{"model": 0, "inputs": f"{rank} {count + n}"} for n in range(len(line["backwards"]))]
             count += len(line["backwards"])
-        model = {"number": 0, "class": "Net", "names": NAMES}
+        model = {"number": 0, "class": "Net", "names": NAMES, "ranks": 2}
         traces[rank] = RankTrace({"ranks": 2}, [model], [{"class": "SGD", "names": NAMES}], list(steps))
     return traces

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from dpfuse.commands.doctor import changed_files
 from dpfuse.commands.doctor.changed_files import folders_of, snapshot
 
@@ -79,3 +81,16 @@ def test_each_folder_has_its_own_limit_of_files(tmp_path, monkeypatch):
     found = snapshot(folders_of([str(tmp_path / "data")], tmp_path / "own"), tmp_path / "own")
     assert str(tmp_path / "work" / "last.pt") in found.files
     assert not found.complete
+
+
+def test_the_file_into_which_a_shell_sends_what_the_doctor_prints_is_left_out(tmp_path):
+    (tmp_path / "saved.pt").write_text("")
+    before = os.dup(1)
+    try:
+        with open(tmp_path / "log.txt", "w") as log:
+            os.dup2(log.fileno(), 1)
+        found = snapshot([str(tmp_path)], tmp_path / "own")
+    finally:
+        os.dup2(before, 1)
+        os.close(before)
+    assert [*found.files] == [str(tmp_path / "saved.pt")]

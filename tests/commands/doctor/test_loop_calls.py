@@ -7,7 +7,14 @@ import re
 import pytest
 
 from dpfuse.commands.doctor.findings import remarks_of
-from dpfuse.commands.doctor.loop_calls import clipped_while_scaled, never_zeroed, schedule_per_batch, zeroed_in_windows
+from dpfuse.commands.doctor.loop_calls import (
+    AGAIN,
+    averaged_again,
+    clipped_while_scaled,
+    never_zeroed,
+    schedule_per_batch,
+    zeroed_in_windows,
+)
 from dpfuse.commands.doctor.too_few_steps import STEPS
 from dpfuse.trace.trace_file import read_folder
 from tests.commands.doctor.cases import NEAR, OF_CALLS, PLANTED
@@ -21,6 +28,7 @@ LOOKS = {
     "DPF-L13": zeroed_in_windows,
     "DPF-L14": clipped_while_scaled,
     "DPF-L15": schedule_per_batch,
+    "again": averaged_again,
 }
 
 
@@ -51,8 +59,12 @@ WRONG = {
     "clipped before unscaling, and again behind it": ("DPF-L14", "la", "zsbsbcucuS", {}),
     "a schedule behind each batch": ("DPF-L15", "la", "lzblbS", {}),
     "a schedule before each batch": ("DPF-L15", "lla", "zlblblbS", {}),
+    "averaged, and again by hand": ("again", "a", "zbaaS", {}),
+    "averaged with a window, and again by hand": ("again", "la", "zbbaS", {}),
 }
 RIGHT = {
+    "averaged by hand": ("l", "zbaS", {}),
+    "averaged by hand in the window": ("la", "zbabS", {}),
     "zeroed": ("a", "bSz", {"old": True}),
     "zeroed in place": ("a", "zbS", {}),
     "dropped by hand": ("a", "hbS", {"old": True}),
@@ -91,8 +103,9 @@ def of_table(text, calls, options):
 @pytest.mark.parametrize(("code", "text", "calls", "options"), WRONG.values(), ids=WRONG)
 def test_what_calls_show_is_told_as_soon_as_there_are_enough_steps(code, text, calls, options):
     say = of_table(text, calls, options)
-    assert say(STEPS[code]) == [code]
-    assert say(STEPS[code] - 1) == []
+    enough = {**STEPS, "again": AGAIN + 1}[code]
+    assert say(enough) == [code]
+    assert say(enough - 1) == []
 
 
 @pytest.mark.parametrize(("text", "calls", "options"), RIGHT.values(), ids=RIGHT)
@@ -117,6 +130,13 @@ def test_batches_that_are_trained_on_as_well_are_not_lost():
         for line in trace.steps:
             line["forwards"][1] = line["forwards"][0]
     assert zeroed_in_windows(traces) is None
+
+
+def test_a_mean_by_hand_over_more_ranks_than_those_of_the_wrapper_is_no_second_one():
+    traces = traces_of(*turns("a", "zbaS"))
+    assert averaged_again(traces) is not None
+    traces[0].models[0]["ranks"] = 1
+    assert averaged_again(traces) is None
 
 
 def test_gradients_at_other_weights_are_not_lost():

@@ -69,6 +69,26 @@ def test_each_run_ends_after_its_steps_whatever_wraps_the_model(model, wrapper, 
         assert (tmp_path / "unwrapped0").read_text() == "....."
 
 
+@pytest.mark.parametrize(
+    ("model", "wrapper", "made", "numeric"),
+    [
+        ("dpfuse.DataParallel(net, None, 5, find_unused_parameters=True)", "torch buckets", "torch", []),
+        ("dpfuse.DataParallel(net, gradient_scale=0.5)", "dpfuse", "dpfuse", ["gradient_scale"]),
+        ("dpfuse.DistributedDataParallel(net, wire_dtype=torch.bfloat16)", "torch", "torch", ["wire_dtype"]),
+        ("Own(net)", "torch", "__main__", []),
+        ("dpfuse.patch() and DistributedDataParallel(net)", "torch", "torch", []),
+    ],
+)
+def test_torchs_class_takes_the_place_of_ours(model, wrapper, made, numeric, tmp_path):
+    own = "class Own(dpfuse.DataParallel):\n    pass"
+    found = observed(tmp_path, wrapper, model, f"import dpfuse\n{GROUP}\n{own}")
+    assert (found.code, found.said) == (0, ""), found.error
+    assert (found.facts["own"], found.facts["numeric"]) == ("patch" not in model, numeric)
+    assert (found.facts["replaceable"], found.facts["derived"]) == ((0, ["Own"]) if made == "__main__" else (1, []))
+    (trace,) = read_folder(tmp_path).values()
+    assert (trace.models[0]["wrapper"], len(trace.steps)) == (made, 5)
+
+
 def test_a_look_for_torch_before_its_import_changes_nothing(tmp_path):
     found = observed(tmp_path, "dpfuse", "DistributedDataParallel(net)", warm=False)
     assert (found.code, found.said, found.facts["replaceable"]) == (0, "", 1), found.error

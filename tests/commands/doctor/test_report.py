@@ -102,7 +102,7 @@ def test_the_summary_answers_each_question():
     text = summary(report(DIFFERENT, [FINDING], changed={"run 1": ["/a/b", "/a/c"], "run 2": ["/a/b"]}))
     for words in ("same numbers?    NO. It differs.", "how fast?", "each kind was run once", "DPF-L01: the sampler"):
         assert words in text
-    assert "files changed    2, such as /a/b" in text
+    assert "files changed    2, such as /a/b (2 times), /a/c" in text
 
 
 def test_the_summary_shows_findings_whole_with_their_remedy_and_leaves_the_rest_to_the_page():
@@ -524,10 +524,10 @@ def test_what_windows_show_is_a_remark_with_its_code():
         ({"epochs": [], "set": False}, False),
     ],
 )
-def test_a_sampler_whose_epoch_is_never_set_in_three_passes_is_a_remark(sampler, told):
+def test_a_sampler_whose_epoch_is_never_set_in_three_passes_is_wrong(sampler, told):
     run = timed(1, "torch")
     run.facts["0"] = plain_facts(samplers=[{"epochs": [], "set": False}, sampler])
-    found = remarks_of([run], None)
+    found = findings_of([run])
     assert [one.code for one in found] == ["DPF-L11"] * told
     if told:
         assert "the training made 3 passes over a DistributedSampler with shuffle=True" in found[0].text

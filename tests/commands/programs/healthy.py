@@ -10,6 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from training import batches, loss_of, net, run, seeded, train, trained
 
+import dpfuse
+
 PROGRAMS = {}
 
 
@@ -495,6 +497,25 @@ def schedule_that_counts_a_scaler_that_skips(rank, size):
         scaler.step(optimizer)
         scaler.update()
         schedule.step()
+
+
+@program
+def own_class(rank, size):
+    """With buffers, which both classes send; arguments of its own change no number."""
+    network = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    train(*trained(model=network, kind=dpfuse.DistributedDataParallel, check_training="log", stall_timeout=30.0))
+
+
+@program
+def own_class_of_paddle_names(rank, size):
+    model = dpfuse.DataParallel(net(), comm_buffer_size=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for index, (x, y) in enumerate(batches()):
+        with model.no_sync() if index % 2 == 0 else nullcontext():
+            (loss_of(model(x), y) / 2).backward()
+        if index % 2:
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 if __name__ == "__main__":

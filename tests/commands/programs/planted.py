@@ -13,6 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from training import batches, loss_of, net, run, seeded, train, trained
 
+import dpfuse
+
 PROGRAMS = {}
 PLANT = 5  # the step in which something begins to be wrong, if it does not from the start
 
@@ -551,6 +553,110 @@ def the_forward_of_rank_1_is_slow(rank, size):
         optimizer.zero_grad()
         loss_of(model(x), y).backward()
         optimizer.step()
+
+
+@program
+def mean_taken_again(rank, size):
+    model, optimizer = trained()
+    for x, y in batches():
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        for param in model.parameters():
+            dist.all_reduce(param.grad)  # here
+            param.grad /= size
+        optimizer.step()
+
+
+@program
+def sum_taken_again_of_flat_gradients(rank, size):
+    model, optimizer = trained(0.001)
+    params = [*model.parameters()]
+    for x, y in batches():
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        flat = torch.cat([param.grad.flatten() for param in params])
+        dist.all_reduce(flat)  # here
+        torch.nn.utils.vector_to_parameters(flat, [param.grad for param in params])
+        optimizer.step()
+
+
+# --- Programs that use dpfuse's class already ---
+
+
+@program
+def own_class_and_another_rate(rank, size):
+    model = dpfuse.DataParallel(net())
+    train(model, torch.optim.SGD(model.parameters(), lr=0.01 * (rank + 1)))
+
+
+@program
+def own_class_that_sends_16_bits(rank, size):
+    train(*trained(kind=dpfuse.DistributedDataParallel, wire_dtype=torch.bfloat16))
+
+
+@program
+def own_class_and_a_branch(rank, size):
+    """A layer that every second batch uses, which is right under dpfuse."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second, self.calls = nn.Linear(4, 3), nn.Linear(4, 3), 0
+
+        def forward(self, x):
+            self.calls += 1
+            return self.first(x) + (self.second(x) if self.calls % 2 else 0)
+
+    train(*trained(model=Net(), kind=dpfuse.DistributedDataParallel))
+
+
+# --- Programs that fail under torch's class ---
+
+
+@program
+def evaluation_on_rank_0_alone(rank, size):
+    """Its last call sends buffers to a rank that has ended."""
+    model, optimizer = trained(model=nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)))
+    train(model, optimizer, batches(12))
+    if rank == 0:
+        model.eval()
+        for x, _ in batches(3):
+            model(x)
+
+
+@program
+def fewer_batches_on_rank_1(rank, size):
+    model, optimizer = trained()
+    train(model, optimizer, batches(12 - 2 * rank))
+
+
+@program
+def a_layer_that_is_not_used(rank, size):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.never = nn.Linear(4, 3), nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.used(x)
+
+    train(*trained(model=Net()))
+
+
+@program
+def barrier_in_the_save_of_rank_0(rank, size):
+    model, optimizer = trained()
+    for index, (x, y) in enumerate(batches()):
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        optimizer.step()
+        if index % 4 == 3 and rank == 0:
+            dist.barrier()
+
+
+@program
+def wider_layer_on_rank_1(rank, size):
+    train(*trained(model=nn.Sequential(nn.Linear(4, 8 + rank), nn.Linear(8 + rank, 3))))
 
 
 if __name__ == "__main__":

@@ -30,9 +30,9 @@ def loss_of(outputs, targets):
     return (outputs - targets).square().mean()
 
 
-def trained(lr=0.01, model=None, optimizer=torch.optim.SGD, **options):
+def trained(lr=0.01, model=None, optimizer=torch.optim.SGD, kind=DistributedDataParallel, **options):
     """Return a wrapped model and its optimizer."""
-    model = DistributedDataParallel(net() if model is None else model, **options)
+    model = kind(net() if model is None else model, **options)
     return model, optimizer(model.parameters(), lr=lr)
 
 
