@@ -128,7 +128,8 @@ OWN = {  # programs that use our class: what is said, the finding, and of the nu
     "own_class_and_another_rate": (DRIFT, DRIFT, "equal"),
     "own_class_that_sends_16_bits": ("The program passes wire_dtype, which torch's class does not have", "", "unknown"),
     "own_class_and_a_branch": (
-        "fails under torch DDP, which stands in the place of dpfuse's class, .* makes all its 32 steps", "", None
+        "fails under torch DDP, which stands in the place of dpfuse's class, .* makes all its 32 steps",
+        "a warning of dpfuse", None,
     ),
 }  # fmt: skip
 FAILS = {  # under torch's class: what is said, and the finding

@@ -36,6 +36,16 @@ def judged(ranks, tmp_path):
     return make
 
 
+def test_nothing_is_concluded_from_an_argument_that_torchs_class_does_not_have(ranks, tmp_path):
+    runs = [("torch", ""), ("dpfuse", "narrow_wire"), ("torch", "")]
+    ranks(trained, tmp_path, runs, 0.0001)
+    first, ours, again = [run_of(tmp_path / str(1 + n), 1 + n, wrapper) for n, (wrapper, _) in enumerate(runs)]
+    ours.facts["0"]["numeric"] = ["wire_dtype"]
+    found = judge([first, again], [ours], None, ())
+    assert found.result == "unknown"
+    assert "The program passes wire_dtype, which torch's class does not have" in found.text
+
+
 def test_two_ranks_are_equal_bit_for_bit(judged):
     found = judged(HEALTHY)
     assert (found.result, found.fine, found.steps) == ("equal", True, 5)
