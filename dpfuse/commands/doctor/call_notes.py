@@ -27,6 +27,7 @@ State = tuple[int, int] | None  # of `.grad`: which tensor it is, and how often 
 SCALER: Any = torch.amp.GradScaler
 SCHEDULE: Any = lr_scheduler.LRScheduler
 SUM: Any = dist.ReduceOp.SUM if dist.is_available() else None
+ALL_REDUCE = "all_reduce"  # the program calls it, and not this file
 CLIPS = ("clip_grad_norm_", "clip_grad_value_")
 
 
@@ -55,12 +56,13 @@ class CallNotes:
             if isinstance(kind, type) and issubclass(kind, SCHEDULE) and "step" in vars(kind):
                 self._hear(kind, "step", Call.SCHEDULE, _of_schedule)
         if dist.is_available():
-            self._hear_all_reduce(dist.all_reduce)
+            self._hear_all_reduce(ALL_REDUCE)
         call_before_steps(self)
         call_after_steps(self)
 
-    def _hear_all_reduce(self, plain: Any) -> None:
+    def _hear_all_reduce(self, name: str) -> None:
         """Note that the program itself adds up gradients over all ranks, each or all in one tensor."""
+        plain = getattr(dist, name)
 
         @wraps(plain)
         def heard(tensor: Any, op: Any = SUM, group: Any = None, async_op: bool = False) -> Any:
@@ -74,7 +76,7 @@ class CallNotes:
                             tracer.note(Call.ALL_REDUCE, found)
             return plain(tensor, op, group, async_op)
 
-        dist.all_reduce = heard
+        setattr(dist, name, heard)
 
     def before_step(self, optimizer: Optimizer) -> None:
         """As `Watcher.before_step`."""
