@@ -96,7 +96,8 @@ class DataParallel(SyncedModule):
         common = filled(options, DataParallel)
         super().__init__()
         if strategy is not None:
-            warn_at_user(DeprecationWarning("strategy is deprecated and ignored; leave it out"))
+            text = f"strategy is deprecated and ignored, got {strategy!r}; leave it out, as torch's device_ids"
+            warn_at_user(DeprecationWarning(text))
         self.module = layers
         self._options = SyncOptions(
             comm_buffer_size,
@@ -196,6 +197,7 @@ class DataParallel(SyncedModule):
         Raises:
             RuntimeError: as torch raises it, for a shape mismatch, and for differing keys if `strict`.
         """
+        check_mapping(state_dict, "load_state_dict")
         own = without_prefix(state_dict, self.module)
         with naming_keys(state_dict, own):
             result = self.module.load_state_dict(own, strict=strict, assign=assign)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable
 from itertools import chain
-from types import SimpleNamespace
+from types import NoneType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 from torch.autograd.graph import increment_version
 
+from dpfuse.arguments import instance, real
 from dpfuse.engine.torch_private import leave_untraced, put_hooks
 from dpfuse.errors import DPFuseError
 from dpfuse.gradients.loss_scaling import LossScale
@@ -83,6 +84,14 @@ class GradScaler(torch.amp.GradScaler):
                 )
         if not models:
             raise TypeError("model must be at least one wrapped model, got none")
+        instance("device", device, (str, NoneType), 'None or a type of device, such as "cuda"')
+        for name, value in (
+            ("init_scale", init_scale),
+            ("growth_factor", growth_factor),
+            ("backoff_factor", backoff_factor),
+            ("growth_interval", growth_interval),
+        ):
+            real(name, value)
         if device is None:
             device = next(models[0].parameters()).device.type
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)

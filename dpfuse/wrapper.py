@@ -823,12 +823,15 @@ def _warn_of_wrappers_inside(module: nn.Module, ignored: Collection[str]) -> Non
         if wrapper_of(inner) is None and not isinstance(inner, nn.parallel.DistributedDataParallel):
             continue
         if any(param not in ignored for param, _ in inner.named_parameters(prefix=name)):
-            where = f"its part {name!r}" if name else "it"
+            got = (
+                f"{type(module).__name__} whose part {name!r} is a {type(inner).__name__}"
+                if name
+                else (type(inner).__name__)
+            )
             warn_at_user(
-                f"the module is wrapped twice: got a {type(module).__name__}, of which {where} is a "
-                f"{type(inner).__name__} already, expected a bare module. Each gradient would be averaged by both "
-                "wrappers, which takes twice the time. Wrap the bare module (.module), and wrap it once: not by hand "
-                "if a library such as accelerate wraps it, and not after dpfuse.replicate()."
+                f"the module is wrapped twice: got a {got}, expected a bare module. Each gradient would be averaged by "
+                "both wrappers, which takes twice the time. Wrap the bare module (.module), and wrap it once: not by "
+                "hand if a library such as accelerate wraps it, and not after dpfuse.replicate()."
             )
             return
 

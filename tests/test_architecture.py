@@ -20,7 +20,7 @@ from tests.house import ENTRIES, MODULES, ROOT, SOURCES, floors, imports_of, lay
 
 FACES = {"data_parallel", "wrapper", "manual", "grad_scaler"}
 WINGS = {"ddp", "paddle", "tune", "commands", "integrations"}
-OPEN_TO_ALL = {"errors", "exclusions", "version"}
+OPEN_TO_ALL = {"arguments", "errors", "exclusions", "version"}
 # plan="auto" asks for the tuner when a wrapper was made.
 CALLS_THE_TUNER = {"dpfuse.data_parallel -> dpfuse.tune"}
 

@@ -26,6 +26,7 @@ DAMAGED = ".damaged"  # after the name of a file that was found damaged
 FORMAT = "dpfuse_checkpoint"  # the key that marks a file as a checkpoint; its value is the version of the format
 VERSION = 1
 NO_COMMENT = b"\0\0"  # torch's files are zip archives, which end with the length of a comment
+ZIP_END = b"PK\5\6"  # 20 bytes before that
 COMMENT = "dpfuse crc32 "  # the comment that we add; the checksum of everything before it follows
 PIECE = 4 << 20  # bytes to read at a time
 
@@ -105,7 +106,7 @@ def read_whole(path: Path) -> dict[str, Any]:
 
     Raises:
         DamagedFileError: the file is cut short, or has changed since it was written.
-        ValueError: the file is complete, but is not a checkpoint of dpfuse.
+        ValueError: the file is complete, but is not a checkpoint of dpfuse. A file of torch.save is none.
         OSError: the file cannot be read.
     """
     with open(path, "rb") as file:
@@ -115,6 +116,11 @@ def read_whole(path: Path) -> dict[str, Any]:
             crc = zlib.crc32(piece, crc)
             left -= len(piece)
         seal = file.read()
+    if seal[-len(NO_COMMENT) - 20 :].startswith(ZIP_END) and seal.endswith(NO_COMMENT):
+        raise ValueError(
+            f"{path} was not written by dpfuse.save_checkpoint, expected one of its files: got a file such as "
+            "torch.save writes. Read it with torch.load(), and give its parts to load_state_dict()."
+        )
     if seal[:-8] != _seal(0)[:-8]:
         raise DamagedFileError(f"{path} is damaged: it is cut short, or dpfuse.save_checkpoint has not written it")
     if seal != _seal(zlib.crc32(NO_COMMENT, crc)):
@@ -142,7 +148,9 @@ def read_newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
         OSError, ValueError: as `read_whole`.
     """
     damaged = []
-    for step in reversed(_steps(folder)):
+    steps = _steps(folder)
+    while steps:
+        step = steps.pop()
         path = step_path(folder, step)
         try:
             content = read_whole(path)
@@ -151,7 +159,8 @@ def read_newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
             aside = path.with_name(path.name + DAMAGED)
             with suppress(OSError):  # the folder may be read-only
                 os.replace(path, aside)
-            warnings.warn(f"{error}; loading the checkpoint before it", UserWarning, stacklevel=2)
+            if steps:
+                warnings.warn(f"{error}; loading the checkpoint before it", UserWarning, stacklevel=2)
             continue
         return path, content
     if damaged:

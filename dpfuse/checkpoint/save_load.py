@@ -19,12 +19,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
+from dpfuse.arguments import integer
 from dpfuse.checkpoint.bucket_plan import saved_plan, use_saved_plan
 from dpfuse.checkpoint.folder import read_newest, read_whole, step_path, write_step
 from dpfuse.checkpoint.micro_batches import check_micro_batches, saved_micro_batches, use_micro_batches
 from dpfuse.checkpoint.random_state import get_random_state, seed_from, set_random_state
 from dpfuse.checkpoint.training_state import (
     Stateful,
+    check_arguments,
     check_fit,
     optimizer_class,
     refuse_divided,
@@ -32,7 +34,7 @@ from dpfuse.checkpoint.training_state import (
     set_sampler_state,
 )
 from dpfuse.comm import collective, votes
-from dpfuse.data.position import integer
+from dpfuse.comm.waiting import Doing, telling
 from dpfuse.engine.torch_private import uncompiled
 from dpfuse.engine.user_line import warn_at_user
 from dpfuse.errors import DPFuseError, WeightsWarning
@@ -116,13 +118,15 @@ def save_checkpoint(
         10
     """
     what = "save_checkpoint"
+    stateful = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     group = _group_of(model, group)
-    wrappers = wrappers_in(model)
+    wrappers = _wrappers_of(model)
     syncs = _syncs_of(wrappers)
     for sync in syncs:
         sync.complete_failed()
         if sync.weights is not None and group is sync.grads.group:
-            sync.weights.settle()  # before weights are saved that a rank suspects
+            with telling(group, Doing.SAVE):
+                sync.weights.settle()  # before weights are saved that a rank suspects
         if known := sync.differing_weights:
             warn_at_user(WeightsWarning(tell_known(sync.grads.group.rank(), known), WEIGHTS))
     if any(sync.open_window.holds_gradients() for sync in syncs):
@@ -133,6 +137,7 @@ def save_checkpoint(
         )
 
     def own_part() -> tuple[int, bytes]:
+        check_arguments(what, ("folder", folder), model, stateful, "state_dict")
         refuse_divided(model, what)
         number = integer("step", step, 0)
         if keep is not None:
@@ -213,7 +218,7 @@ def load_checkpoint(
     """
     what = "load_checkpoint"
     group = _group_of(model, group)
-    wrappers = wrappers_in(model)
+    wrappers = _wrappers_of(model)
     for sync in _syncs_of(wrappers):
         sync.complete_failed()
     parts = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
@@ -221,6 +226,10 @@ def load_checkpoint(
     with_random = optimizer is not None if random_state is None else random_state
 
     def find() -> tuple[Path, tuple[Path, dict[str, Any]] | None]:
+        check_arguments(what, ("path", path), model, parts, "load_state_dict")
+        sampler_state(sampler)
+        if random_state is not None and not isinstance(random_state, bool):
+            raise TypeError(f"random_state must be True, False or None, got {random_state!r}")
         refuse_divided(model, what)
         place = Path(path).expanduser()
         if group is not None and group.rank() != 0:
@@ -291,6 +300,11 @@ def load_checkpoint(
     return loaded
 
 
+def _wrappers_of(model: nn.Module) -> dict[str, SyncedModule]:
+    """The wrappers of a model; none of what is no module, which `check_arguments` refuses on every rank."""
+    return wrappers_in(model) if isinstance(model, nn.Module) else {}
+
+
 def _syncs_of(wrappers: Mapping[str, SyncedModule]) -> list[ModuleSync]:
     return [wrapper._sync for wrapper in wrappers.values() if wrapper._sync is not None]
 
@@ -332,7 +346,8 @@ def _together(
         error, text = caught, f"{votes.FAILURE}{caught}"
     try:
         if group is not None:
-            votes.agree_on_text(text, group, what, ADVICE)
+            with telling(group, Doing.SAVE if what == "save_checkpoint" else Doing.LOAD):
+                votes.agree_on_text(text, group, what, ADVICE)
         elif error is not None:
             raise DPFuseError(f"{what} failed: {error}")
     except DPFuseError as told:

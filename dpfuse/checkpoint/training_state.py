@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from dpfuse.engine.local_part import is_divided
 from dpfuse.model.trial_load import compared
 
-__all__ = ["Stateful", "check_fit", "refuse_divided", "sampler_state", "set_sampler_state"]
+__all__ = ["Stateful", "check_arguments", "check_fit", "refuse_divided", "sampler_state", "set_sampler_state"]
 
 
 class Stateful(Protocol):
@@ -19,6 +20,33 @@ class Stateful(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
+
+
+def check_arguments(what: str, place: tuple[str, Any], model: Any, parts: Mapping[str, Any], method: str) -> None:
+    """Raise TypeError for an argument of another kind, such as one in the order of `torch.save`.
+
+    Args:
+        what: the public function.
+        place: the name of its first argument, and what was passed.
+        model: what was passed as the model.
+        parts: what was passed as parts with a state, by the names of the arguments; None where one was left out.
+        method: that the function calls of each part.
+    """
+    name, path = place
+    order = f"Pass them in this order: {what}({name}, model, optimizer)."
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"{name} must be a path, got {_kind_of(path)}. {order}")
+    if not isinstance(model, nn.Module):
+        remedy = "Pass the module itself, and not its state_dict()." if isinstance(model, Mapping) else order
+        raise TypeError(f"model must be a torch.nn.Module, got {_kind_of(model)}. {remedy}")
+    for name, part in parts.items():
+        if part is not None and (isinstance(part, type) or not callable(getattr(part, method, None))):
+            remedy = f"Pass the {name} itself, and not its state_dict()." if isinstance(part, Mapping) else order
+            raise TypeError(f"{name} must be an object with {method}(), got {_kind_of(part)}. {remedy}")
+
+
+def _kind_of(value: Any) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
 
 
 def refuse_divided(model: nn.Module, what: str) -> None:

@@ -57,8 +57,12 @@ _MAX.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
 _on_cpu: weakref.WeakKeyDictionary[dist.ProcessGroup, bool] = weakref.WeakKeyDictionary()  # whether it sends from CPUs
 
 
-def resolve_group(group: Any) -> dist.ProcessGroup | None:
+def resolve_group(group: Any, name: str = "group") -> dist.ProcessGroup | None:
     """Return the process group to use: `group`, the default group, or None if none was initialised.
+
+    Args:
+        group: what a user has passed.
+        name: of that argument.
 
     Raises:
         TypeError: `group` is neither None nor a process group.
@@ -73,7 +77,7 @@ def resolve_group(group: Any) -> dist.ProcessGroup | None:
         )
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(
-            f"group must be None or a torch.distributed.ProcessGroup, got {type(group).__name__}; "
+            f"{name} must be None or a torch.distributed.ProcessGroup, got {type(group).__name__}; "
             "pass what torch.distributed.new_group() returned"
         )
     return group

@@ -9,8 +9,8 @@ from __future__ import annotations
 import ctypes
 import threading
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from enum import IntEnum
 from math import inf
@@ -45,6 +45,7 @@ __all__ = [
     "interruptible_devices",
     "leave",
     "put_board",
+    "telling",
     "wait_for_first_rank",
 ]
 
@@ -63,9 +64,12 @@ class Doing(IntEnum):
     BACKWARD = 3  # runs a backward, or waits at its end
     STEP = 4  # updates its part of the parameters, and gathers those of all ranks
     READ = 5  # reads gradients or states of which each rank has a part
+    SAVE = 6  # saves a checkpoint
+    LOAD = 7  # loads one
 
 
-BETWEEN, FORWARD, LOSS, BACKWARD, STEP, READ = Doing  # for the hot path: before Python 3.12 looking up a member is slow
+# For the hot path: before Python 3.12 looking up a member is slow.
+BETWEEN, FORWARD, LOSS, BACKWARD, STEP, READ, *_ = Doing
 
 
 class Wrapper(NamedTuple):
@@ -164,6 +168,21 @@ def board_of(group: Any) -> Board | None:
 def put_board(group: Any, board: Board) -> None:
     """Make `board` the board of the group."""
     _boards[group] = board
+
+
+@contextmanager
+def telling(group: Any, doing: Doing) -> Iterator[None]:
+    """Write on the board of the group, if it has a heartbeat, what this rank does in this context between two steps."""
+    board = board_of(group)
+    if board is None:
+        yield
+        return
+    wrapper, before, completed, bucket = board.place
+    board.place = (wrapper, doing, completed, -1)
+    try:
+        yield
+    finally:
+        board.place = (wrapper, before, completed, bucket)
 
 
 def leave(group_board: Board | None, error: BaseException) -> None:
@@ -272,6 +291,8 @@ def describe_place(wrapper: int, doing: Doing, step: int, bucket: int, *, waits:
             Doing.BACKWARD: f"waits for bucket {bucket} in the backward{which} of step {step}",
             Doing.STEP: f"waits for parameters in the optimizer's step{which}, before step {step}",
             Doing.READ: f"waits for the other ranks in a norm, whole gradient or state dict{which}, before step {step}",
+            Doing.SAVE: f"waits for the other ranks in save_checkpoint(){which}, before step {step}",
+            Doing.LOAD: f"waits for the other ranks in load_checkpoint(){which}, before step {step}",
         }[doing]
     sent = f" and has sent bucket {bucket}" if bucket >= 0 else ""
     return {
@@ -281,6 +302,8 @@ def describe_place(wrapper: int, doing: Doing, step: int, bucket: int, *, waits:
         Doing.BACKWARD: f"runs the backward{which} of step {step}{sent}",
         Doing.STEP: f"runs the optimizer's step{which}, before step {step}",
         Doing.READ: f"reads gradients or states{which}, before step {step}",
+        Doing.SAVE: f"runs save_checkpoint(){which}, before step {step}",
+        Doing.LOAD: f"runs load_checkpoint(){which}, before step {step}",
     }[doing]
 
 

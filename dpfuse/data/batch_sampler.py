@@ -7,9 +7,10 @@ from typing import Any
 
 from torch.utils.data import Dataset, Sampler
 
+from dpfuse.arguments import integer
 from dpfuse.data.order import Order, boolean
 from dpfuse.data.place import Place
-from dpfuse.data.position import Resumable, integer
+from dpfuse.data.position import Resumable
 
 __all__ = ["ResumableBatchSampler"]
 
@@ -195,9 +196,9 @@ class ResumableBatchSampler(Resumable, Sampler[list[int]]):
         processes = getattr(outer, "num_processes", None)
         if getattr(outer, "batch_sampler", None) is not self or processes is None:
             raise ValueError(
-                f"loader has a {type(outer).__name__} as its batch_sampler, expected this sampler. Pass the loader "
-                "that was made with batch_sampler=sampler, or what accelerate's prepare() made of it; for skipping "
-                "batches there is load_state_dict()."
+                f"loader is a {type(loader).__name__} with a {type(outer).__name__} as its batch_sampler, expected "
+                "this sampler. Pass the loader that was made with batch_sampler=sampler, or what accelerate's "
+                "prepare() made of it; for skipping batches there is load_state_dict()."
             )
         if processes != self.num_replicas:
             raise ValueError(

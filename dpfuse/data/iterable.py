@@ -9,9 +9,10 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
+from dpfuse.arguments import integer
 from dpfuse.data.order import boolean
 from dpfuse.data.place import Place
-from dpfuse.data.position import Resumable, integer
+from dpfuse.data.position import Resumable
 
 __all__ = ["ResumableIterableDataset"]
 
@@ -149,8 +150,9 @@ class ResumableIterableDataset(Resumable, IterableDataset[Sample]):
         """Raise ValueError unless counting the loader's batches gives the position."""
         if getattr(loader, "dataset", None) is not self:
             raise ValueError(
-                f"loader has a {type(getattr(loader, 'dataset', None)).__name__} as its dataset, expected this one. "
-                "Pass DataLoader(stream, batch_size=…); accelerate's prepare() would divide the samples a second time."
+                f"loader is a {type(loader).__name__} with a {type(getattr(loader, 'dataset', None)).__name__} as its "
+                "dataset, expected this one. Pass DataLoader(stream, batch_size=…); accelerate's prepare() would "
+                "divide the samples a second time."
             )
         if loader.batch_size != self.batch_size or loader.drop_last or not getattr(loader, "in_order", True):
             raise ValueError(

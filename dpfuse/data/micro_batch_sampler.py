@@ -8,9 +8,10 @@ from typing import Any
 
 from torch.utils.data import Dataset, Sampler
 
+from dpfuse.arguments import integer
 from dpfuse.data.order import Order
 from dpfuse.data.place import Place
-from dpfuse.data.position import Resumable, integer
+from dpfuse.data.position import Resumable
 from dpfuse.data.seeded_dataset import EpochIndex
 from dpfuse.engine.micro_batches import MicroBatches
 
@@ -114,8 +115,8 @@ class MicroBatchSampler(Resumable, Sampler[list[int]]):
         """
         if getattr(loader, "batch_sampler", None) is not self:
             raise ValueError(
-                f"loader has a {type(getattr(loader, 'batch_sampler', None)).__name__} as its batch_sampler, expected "
-                "this sampler. Pass the loader that was made with batch_sampler=sampler"
+                f"loader is a {type(loader).__name__} with a {type(getattr(loader, 'batch_sampler', None)).__name__} "
+                "as its batch_sampler, expected this sampler. Pass the loader that was made with batch_sampler=sampler"
             )
         if not getattr(loader, "in_order", True):
             raise ValueError("loader has in_order=False, expected True: the order of batches tells their numbers")

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils.data import Dataset, DistributedSampler, IterableDataset
 
-from dpfuse.data.position import integer
+from dpfuse.arguments import integer
 
 __all__ = ["Order", "boolean"]
 

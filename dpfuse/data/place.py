@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dpfuse.data.position import integer
+from dpfuse.arguments import integer
 from dpfuse.job import get_rank, get_world_size
 
 __all__ = ["Place"]

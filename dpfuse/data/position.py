@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from dpfuse.arguments import integer
 from dpfuse.errors import DPFuseError
 
-__all__ = ["Resumable", "integer"]
+__all__ = ["Resumable"]
 
 
 class Resumable:
@@ -127,20 +127,3 @@ class Resumable:
                 self._jump(self._epoch + 1, 0)
         finally:
             self._start = self._seen
-
-
-def integer(name: str, value: Any, least: int) -> int:
-    """Return `value`, which must be a whole number of at least `least`; of Python, numpy or torch.
-
-    Raises:
-        TypeError, ValueError: it is none.
-    """
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = None
-    if number is None or isinstance(value, bool):
-        raise TypeError(f"{name} must be an integer, got {value!r} of type {type(value).__name__}")
-    if number < least:
-        raise ValueError(f"{name} must be at least {least}, got {number}")
-    return number

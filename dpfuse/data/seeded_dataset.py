@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from dpfuse.data.position import integer
+from dpfuse.arguments import integer
 from dpfuse.data.seeds import seed_by
 
 __all__ = ["EpochIndex", "SeededDataset"]
@@ -59,6 +59,9 @@ class SeededDataset(Dataset[Any]):
     """
 
     def __init__(self, dataset: Any, seed: int = 0) -> None:
+        if not hasattr(dataset, "__getitem__"):
+            got = f"{dataset!r:.100} of type {type(dataset).__name__}"
+            raise TypeError(f"dataset must have numbered samples, with __getitem__(), got {got}")
         self.dataset = dataset
         self._seed = integer("seed", seed, 0)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.device_mesh import DeviceMesh
 
+from dpfuse.arguments import instance
 from dpfuse.comm.votes import report_failure
 from dpfuse.ddp.join_hook import UnevenInputs, UnevenInputsHook
 from dpfuse.ddp.logging_data import logging_data
@@ -136,6 +138,9 @@ class DistributedDataParallel(TorchHooks, Joinable):
             if not isinstance(module, nn.Module):
                 got = f"the class {module.__name__}" if isinstance(module, type) else type(module).__name__
                 raise TypeError(f"module must be a torch.nn.Module, got {got}; pass the model instance")
+            flags = {"broadcast_buffers": broadcast_buffers, "forward_sync_buffers": forward_sync_buffers}
+            for name, flag in flags.items():
+                instance(name, flag, (bool, NoneType), "True, False or None", "leave it out to send buffers each time")
             if device_mesh is not None:
                 self.device_mesh = device_mesh
             ignored, params = _split_parameters(module)

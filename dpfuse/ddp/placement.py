@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 
+from dpfuse.arguments import instance
 from dpfuse.comm.collective import resolve_group
 
 __all__ = ["device_index", "group_of", "refuse_sync_batch_norm_on_cpu", "single_device"]
@@ -41,10 +42,14 @@ def single_device(
         device_ids, output_device: the arguments.
 
     Raises:
+        TypeError: `device_ids` is no list.
         RuntimeError: nothing to train; an uninitialised parameter.
         ValueError: more than one device id; parameters on devices of several kinds; device ids for a module
             on the CPU.
     """
+    if device_ids is not None:
+        remedy = "leave it out on the CPU"
+        instance("device_ids", device_ids, (list, tuple, range), "a list of one device, such as [0]", remedy)
     if not any(param.requires_grad for param in params.values()):
         raise RuntimeError(
             "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a gradient; "
@@ -95,10 +100,13 @@ def group_of(process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh | 
     if process_group is not None and device_mesh is not None:
         raise RuntimeError("Cannot specify both process_group and device_mesh arguments; leave one out")
     if device_mesh is not None:
+        if not callable(getattr(device_mesh, "get_group", None)):
+            got = f"{device_mesh!r:.100} of type {type(device_mesh).__name__}"
+            raise TypeError(f"device_mesh must be a torch.distributed.device_mesh.DeviceMesh, got {got}; leave it out")
         if device_mesh.ndim != 1:
             raise RuntimeError(f"Only 1D device mesh is supported, got {device_mesh}; slice it by a name")
         process_group = device_mesh.get_group(mesh_dim=0)
-    group = resolve_group(process_group)
+    group = resolve_group(process_group, "process_group")
     if group is None:
         raise ValueError(
             "Default process group has not been initialized; call dpfuse.init_parallel_env() or "

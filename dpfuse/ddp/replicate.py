@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from dpfuse.arguments import instance
 from dpfuse.comm.votes import report_failure
 from dpfuse.ddp.distributed_data_parallel import TORCH_CLASS, DistributedDataParallel
 from dpfuse.ddp.placement import group_of
@@ -185,14 +186,15 @@ def _check(module: object) -> None:
 
 
 def _ids_of(module: nn.Module, ignored: Collection[nn.Parameter]) -> frozenset[int]:
-    ids = frozenset(map(id, ignored))
-    strangers = len(ids - {id(param) for param in module.parameters()})
+    instance("ignored_params", ignored, Collection, "a list of parameters of the module")
+    own = {id(param) for param in module.parameters()}
+    strangers = [one for one in ignored if id(one) not in own]
     if strangers:
         raise ValueError(
-            f"ignored_params has {strangers} that are no parameters of this {type(module).__name__}, expected its own: "
-            "pass them as they are in module.parameters() now"
+            f"ignored_params has {len(strangers)} that are no parameters of this {type(module).__name__}, such as a "
+            f"{type(strangers[0]).__name__}, expected its own: pass them as they are in module.parameters() now"
         )
-    return ids
+    return frozenset(map(id, ignored))
 
 
 def _state_of(module: nn.Module) -> _State:

@@ -7,6 +7,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from dpfuse.arguments import instance
+
 __all__ = ["ITEM_SIZE", "ParamSpec", "describe_parameters", "grad_dtype_of"]
 
 ITEM_SIZE = {
@@ -43,6 +45,9 @@ class ParamSpec:
     sparse: bool = False
 
     def __post_init__(self) -> None:
+        instance("name", self.name, str, "a text")
+        instance("shape", self.shape, (tuple, list), "a tuple of sizes, such as (4, 2)")
+        instance("sparse", self.sparse, bool, "True or False")
         dtype = str(self.dtype).removeprefix("torch.")
         if dtype not in ITEM_SIZE:
             raise ValueError(
@@ -64,6 +69,19 @@ class ParamSpec:
     def nbytes(self) -> int:
         """Bytes of the gradient, without padding."""
         return self.numel * ITEM_SIZE[self.dtype]
+
+
+def specs_of(specs: Iterable[ParamSpec]) -> tuple[ParamSpec, ...]:
+    """Return the specs that a user has passed as `specs`.
+
+    Raises:
+        TypeError: one is none.
+    """
+    instance("specs", specs, Iterable, "a list of ParamSpec", "those of a plan are its specs")
+    found = tuple(specs)
+    for index, spec in enumerate(found):
+        instance(f"specs[{index}]", spec, ParamSpec, "a ParamSpec")
+    return found
 
 
 def describe_parameters(params: Any, *, kept: Collection[int] = ()) -> list[ParamSpec]:

@@ -15,6 +15,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dpfuse.arguments import instance
 from dpfuse.engine.param_spec import ITEM_SIZE, ParamSpec, describe_parameters
 from dpfuse.engine.ramp import ON_CPU, ON_GPU, ON_SHARED_CORES, ramp_limits
 from dpfuse.errors import DPFuseError
@@ -181,6 +182,7 @@ class BucketPlan:
             >>> dpfuse.load_plan(path).buckets[0].params
             (0, 1)
         """
+        instance("path", path, (str, os.PathLike), "the path of a file")
         facts = {
             "format": PLAN_FORMAT,
             "parameters": [(spec.name, spec.shape, spec.dtype, spec.sparse) for spec in self.specs],

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import warnings
 from datetime import timedelta
+from types import NoneType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from dpfuse.arguments import instance
 from dpfuse.job.devices import choose_backend
 from dpfuse.job.read_environment import (
     RankEnvironment,
@@ -142,6 +144,7 @@ def get_rank(group: dist.ProcessGroup | None = None) -> int:
     Source: Paddle's `paddle.distributed.get_rank`.
     """
     if dist.is_initialized():
+        _check_group(group)
         return dist.get_rank(group)
     _reject_group(group)
     job = read_environment()
@@ -169,10 +172,16 @@ def get_world_size(group: dist.ProcessGroup | None = None) -> int:
     Source: Paddle's `paddle.distributed.get_world_size`.
     """
     if dist.is_initialized():
+        _check_group(group)
         return dist.get_world_size(group)
     _reject_group(group)
     job = read_environment()
     return 1 if job is None else job.world_size
+
+
+def _check_group(group: object) -> None:
+    if group is not dist.GroupMember.NON_GROUP_MEMBER:
+        instance("group", group, (dist.ProcessGroup, NoneType), "None or a torch.distributed.ProcessGroup")
 
 
 def _reject_group(group: object) -> None:

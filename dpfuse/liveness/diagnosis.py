@@ -33,6 +33,7 @@ NORMAL_GRACE = 5.0  # the same for a rank that ended normally: its last data may
 WARN_AFTER = 10.0  # seconds of waiting
 MAX_TEXT = 400  # characters of a peer's text in a message
 MAX_LINES = 12  # of a report
+CALLS = {Doing.SAVE: "save_checkpoint()", Doing.LOAD: "load_checkpoint()"}
 MAX_SPANS = 16  # of ranks in one line of it
 # The texts with which back ends report the end of a peer; the peer's own error says more.
 PEER_HAS_ENDED = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")
@@ -219,7 +220,7 @@ def judge(states: Mapping[int, RankState], *, whole_job: bool) -> Diagnosis | No
         grace = min(FAILED_GRACE if any(end.failed for end in ends) else NORMAL_GRACE, limit)
         if ends and min(waited, max(end.ago for end in ends)) >= grace:
             several = f"{names(causes)} ended; first, " if len(causes) > 1 else ""
-            return found(True, causes, f"{several}rank {causes[0]} {ends[0]}{_advice(ends[0])}")
+            return found(True, causes, f"{several}rank {causes[0]} {ends[0]}{_advice(states, ends[0])}")
         silent = [rank for rank, one in states.items() if one.status and not one.end and one.silence >= limit]
         if silent:
             return found(
@@ -234,13 +235,17 @@ def judge(states: Mapping[int, RankState], *, whole_job: bool) -> Diagnosis | No
                 True,
                 blocked,
                 f"all ranks have waited for {limit:g} s, which is stall_timeout, but not for the same collective; "
-                "expected the same collectives in the same order on all ranks. Give all ranks the same number of "
-                "batches, or train inside `with model.join():` of DistributedDataParallel",
+                "expected the same collectives in the same order on all ranks"
+                + (
+                    _missed_call(states)
+                    or ". Give all ranks the same number of batches, or train inside `with model.join():` of "
+                    "DistributedDataParallel"
+                ),
             )
     if waited >= min(WARN_AFTER, limit / 2):
         others = [rank for rank in states if rank not in waiting]
         told = names(waiting)
-        why = f"{told} still waits for others:" if len(waiting) == 1 else f"{told} still wait for others:"
+        why = f"{told} still wait{'s' * (len(waiting) == 1)} for others{_missed_call(states)}:"
         return found(False, others, why)
     return None
 
@@ -251,14 +256,33 @@ def find_cause(states: Mapping[int, RankState]) -> Diagnosis | None:
     if not causes:
         return None
     first = causes[0]
-    return Diagnosis(True, (first,), 0.0, f"rank {first} {states[first]}{_advice(states[first].end)}")
+    return Diagnosis(True, (first,), 0.0, f"rank {first} {states[first]}{_advice(states, states[first].end)}")
 
 
-def _advice(end: End | None) -> str:
-    """Return what to do about an end that is no failure: fewer batches than its peers, or an error that it hid."""
+def _missed_call(states: Mapping[int, RankState]) -> str:
+    """Return what to do where a rank waits in a call of every rank, and another one has gone on; else nothing."""
+    for rank, one in states.items():
+        called = one.status
+        if called is None or not called.waits or called.doing not in CALLS:
+            continue
+        for other, peer in states.items():
+            status = peer.status
+            if status is None or status.doing is called.doing or status.wrapper != called.wrapper:
+                continue
+            has_gone_on = (status.waits or status.call) and status.step >= called.step
+            if peer.end is not None or has_gone_on:
+                return (
+                    f". Every rank calls {CALLS[called.doing]}: rank {rank} waits in it, and rank {other} is "
+                    "elsewhere. Take the call out of `if rank == 0:`; rank 0 alone writes the file"
+                )
+    return ""
+
+
+def _advice(states: Mapping[int, RankState], end: End | None) -> str:
+    """Return what to do about an end that is no failure: fewer calls or batches than its peers, or a hidden error."""
     if end is None or end.failed:
         return ""
-    return (
+    return _missed_call(states) or (
         ". If its batches ran out, give all ranks the same number of batches, or train inside `with model.join():` of "
         "DistributedDataParallel. If it caught an exception, let it raise the exception again"
     )

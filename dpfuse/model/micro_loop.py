@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dpfuse.arguments import integer
 from dpfuse.comm import collective
-from dpfuse.data.position import integer
 from dpfuse.data.seeds import seed_by
 from dpfuse.engine.feature import Engine, Feature
 from dpfuse.engine.inner_tensors import memory_of
@@ -206,14 +206,15 @@ class MicroLoop(Feature):
         device = self._engine.params[0].device
         # The first number tells how many values there are: all ranks raise the same error.
         row = torch.zeros(1 + len(self.deal.of(0)), dtype=torch.float64, device=device)
-        row[0] = len(values) if all(torch.as_tensor(value).numel() == 1 for value in values) else -1
+        row[0] = _count_of(values)
         for place, value in enumerate(values[: len(own)] if row[0] >= 0 else ()):
             row[1 + place] = torch.as_tensor(value).reshape(())
         rows = torch.stack(collective.all_gather(row, group))
         counts = [len(self.deal.of(rank)) for rank in range(self.deal.ranks)]
         for rank, (given, wanted) in enumerate(zip(rows[:, 0].tolist(), counts, strict=True)):
             if given != wanted:
-                got = "a value that is no single number" if given < 0 else f"{int(given)} values"
+                kind = f", but a {type(values).__name__}" if rank == self._rank else ""
+                got = f"values that are no list of single numbers{kind}" if given < 0 else f"{int(given)} values"
                 raise DPFuseError(
                     f"rank {self._rank}: rank {rank} has given {got} to gather_micro_batches(), expected {wanted} "
                     "numbers, one for each of its micro-batches. Append one in each turn of the loop."
@@ -384,3 +385,11 @@ def common_seed(group: dist.ProcessGroup) -> int:
 
 def _listed(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers))
+
+
+def _count_of(values: Sequence[float | Tensor]) -> int:
+    """Return how many numbers these are; -1 where one is no single number, or this is no list of them."""
+    try:
+        return len(values) if all(torch.as_tensor(value).numel() == 1 for value in values) else -1
+    except (TypeError, ValueError, RuntimeError):
+        return -1

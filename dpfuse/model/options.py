@@ -17,15 +17,22 @@ from typing import Annotated, Any, Literal, TypedDict, TypeVar, Union, cast, get
 
 import torch
 
+from dpfuse.arguments import instance, real
 from dpfuse.engine.averaging import Wire, averaging_for
 from dpfuse.engine.plan import NO_WISHES, BucketPlan, BucketRule
 from dpfuse.exclusions import refuse
 from dpfuse.model.plan_file import RULES, given_plan
 
-__all__ = ["CommonOptions", "SyncOptions", "filled", "takes_common_options"]
+__all__ = ["CommonOptions", "SyncOptions", "check_values", "filled", "takes_common_options"]
 
 Face = TypeVar("Face", bound=type)
 WIDTH = 112  # columns of a docstring
+SAME = (  # what DataParallel and DistributedDataParallel call the same
+    ("layers", "module"),
+    ("group", "process_group"),
+    ("comm_buffer_size", "bucket_cap_mb"),
+    ("broadcast_buffers", "forward_sync_buffers"),
+)
 
 
 @dataclass(frozen=True)
@@ -63,10 +70,7 @@ def _count_or(*others: bool | None, remedy: str) -> Callable[[str, Any], None]:
 
 
 def _flag(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(
-            f"{name} must be True or False, got {value!r} of type {type(value).__name__}; pass for example {name}=True"
-        )
+    instance(name, value, bool, "True or False", f"pass for example {name}=True")
 
 
 def _one_of(*choices: str, remedy: str) -> Callable[[str, Any], None]:
@@ -80,13 +84,13 @@ def _one_of(*choices: str, remedy: str) -> Callable[[str, Any], None]:
 
 
 def _seconds(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(
-            f"{name} must be a number of seconds, got {value!r} of type {type(value).__name__}; "
-            f"pass for example {name}=60.0"
-        )
+    real(name, value, "a number of seconds", f"pass for example {name}=60.0")
     if not value > 0:
         raise ValueError(f"{name} must be > 0 s, got {value!r}; float('inf') waits for silent ranks for ever")
+
+
+def _wire(name: str, value: Any) -> None:
+    Wire.of(value)
 
 
 def _rule_or_plan(name: str, value: Any) -> None:
@@ -96,7 +100,6 @@ def _rule_or_plan(name: str, value: Any) -> None:
 class CommonOptions(TypedDict, total=False):
     """The options of both wrappers. To add one, declare it here and read it where it has an effect."""
 
-    # Wire.of checks wire_dtype, since fused_allreduce_gradients() takes it, too.
     wire_dtype: Annotated[
         torch.dtype | tuple[torch.dtype, torch.dtype] | None,
         Option(
@@ -108,6 +111,7 @@ class CommonOptions(TypedDict, total=False):
             "after each addition. A pair such as (torch.bfloat16, torch.float32) sends the first, and adds up in "
             "float32 in the order of the ranks, with one rounding: as many bytes, by all-to-all and all-gather. "
             "float8 is always added up so.",
+            _wire,
         ),
     ]
     error_feedback: Annotated[
@@ -126,7 +130,7 @@ class CommonOptions(TypedDict, total=False):
             '"raise" makes it an error on every rank if a rank sends a gradient with NaN or infinite values, "warn" a '
             "warning on that rank. Both name parameters, how many values, and the step. On the CPU that happens in "
             "that backward; on a GPU, without waiting for it, by the end of the next.",
-            _one_of("off", "warn", "raise", remedy="leave it out to send gradients unseen"),
+            _one_of("off", "warn", "raise", remedy='pass "raise" to hear of them, or leave it out to send them unseen'),
         ),
     ]
     check: Annotated[
@@ -221,6 +225,7 @@ class CommonOptions(TypedDict, total=False):
     ]
 
 
+_faces: list[type] = []  # the wrappers
 _DECLARED: dict[str, Option] = {
     name: get_args(hint)[1] for name, hint in get_type_hints(CommonOptions, include_extras=True).items()
 }
@@ -247,15 +252,31 @@ def filled(options: CommonOptions, face: type) -> CommonOptions:
     """
     for name in options:
         if name not in _DECLARED:
-            known = list(inspect.signature(face).parameters)
-            close = get_close_matches(name, known, n=1)
-            hint = f"did you mean {close[0]}" if close else f"expected one of {', '.join(known)}"
-            raise TypeError(f"{face.__name__}() got an unexpected keyword argument {name!r}; {hint}")
+            raise TypeError(f"{face.__name__}() got an unexpected keyword argument {name!r}{_hint(name, face)}")
     return cast(CommonOptions, {name: option.default_of(face) for name, option in _DECLARED.items()} | options)
+
+
+def check_values(options: CommonOptions) -> None:
+    """Raise TypeError or ValueError for a value of one of these options that cannot be used; the text names it."""
+    for name, value in options.items():
+        _DECLARED[name].check(name, value)
+
+
+def _hint(name: str, face: type) -> str:
+    """Say what may be meant by an argument that a wrapper does not have."""
+    known = list(inspect.signature(face).parameters)
+    for other in _faces:
+        if name in inspect.signature(other).parameters:
+            here = [each for pair in SAME if name in pair for each in pair if each in known and each != name]
+            remedy = f"here it is {here[0]}" if here else f"leave it out, or use dpfuse.{other.__name__}"
+            return f", which is one of {other.__name__}; {remedy}"
+    close = get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]}" if close else f"; expected one of {', '.join(known)}"
 
 
 def takes_common_options(face: Face) -> Face:
     """Show the options, which the class takes as `**options`, in its signature and in its docstring's `Args`."""
+    _faces.append(face)
     construct: Any = vars(face)["__init__"]
     signature = inspect.signature(construct)
     kept = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
@@ -311,8 +332,7 @@ class SyncOptions:
             )
         for name in ("find_unused_parameters", "gradient_as_bucket_view", "broadcast_buffers"):
             _flag(name, getattr(self, name))
-        for name, option in _DECLARED.items():
-            option.check(name, common[name])  # type: ignore[literal-required]
+        check_values(common)
         try:
             averaging_for("float32", 1, self.gradient_scale)
         except (TypeError, ValueError) as error:
@@ -323,7 +343,6 @@ class SyncOptions:
                 "beyond that 16-bit gradients vanish or overflow. Scale the loss, or leave it out for the mean."
             )
         wire_dtype = common["wire_dtype"]
-        Wire.of(wire_dtype)
         if common["error_feedback"] and not self.wire.narrows:
             raise ValueError(
                 f"error_feedback=True was passed with wire_dtype={wire_dtype!r}, expected a narrow wire: nothing "

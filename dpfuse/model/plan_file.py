@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dpfuse.arguments import instance
 from dpfuse.engine.param_spec import ParamSpec
 from dpfuse.engine.plan import PLAN_FORMAT, BucketPlan
 from dpfuse.model.plan_from_groups import plan_from_groups
@@ -39,6 +40,7 @@ def load_plan(path: str | os.PathLike[str]) -> BucketPlan:
         >>> dpfuse.load_plan(path).buckets[0].nbytes
         32
     """
+    instance("path", path, (str, os.PathLike), "the path of a file that plan.save() wrote")
     try:
         facts = json.loads(Path(path).read_text(encoding="utf-8"))
         found = facts["format"] if isinstance(facts, dict) else None

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from dpfuse.engine.param_spec import ParamSpec
+from dpfuse.arguments import instance
+from dpfuse.engine.param_spec import ParamSpec, specs_of
 from dpfuse.engine.plan import Bucket, BucketPlan, lay_out_slots, size_in_bytes
 
 __all__ = ["plan_from_groups"]
@@ -40,7 +41,8 @@ def plan_from_groups(
         >>> [(bucket.params, bucket.numel) for bucket in plan_from_groups(specs, [[2, 1], [0]]).buckets]
         [((1, 2), 8), ((0,), 4)]
     """
-    specs = tuple(specs)
+    specs = specs_of(specs)
+    instance("groups", groups, Iterable, "a list of groups, each a list of indices")
     buckets = tuple(_bucket(specs, sorted(group)) for group in groups)
     seen = sorted(index for bucket in buckets for index in bucket.params)
     if seen != list(range(len(specs))):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
@@ -57,10 +58,14 @@ def naming_keys(state_dict: Mapping[str, Any], own: Mapping[str, Any]) -> Iterat
     try:
         yield
     except RuntimeError as error:
-        for key, name in zip(state_dict, own, strict=False):
-            if key != name and type(error) is RuntimeError:
-                raise RuntimeError(f"{error}\n\tThe state dict has {key!r} where this names {name!r}.") from None
-        raise
+        renamed = {name: key for key, name in zip(state_dict, own, strict=False) if key != name}
+        if not renamed or type(error) is not RuntimeError:
+            raise
+        names = r'(?<=")[^"]+(?=")|(?<=mismatch for )\S+(?=:)'
+        text = re.sub(names, lambda found: renamed.get(found[0], found[0]), str(error))
+        name, key = next(iter(renamed.items()))
+        where = f"A missing key is named as in the model: {name!r}, where this state dict has {key!r}."
+        raise RuntimeError(f"{text}\n\t{where}") from None
 
 
 def _read(

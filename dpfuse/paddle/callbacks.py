@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dpfuse import get_rank
-from dpfuse.data.position import integer
+from dpfuse.arguments import integer
 from dpfuse.paddle.callback_base import Callback, Logs
 from dpfuse.paddle.counterparts import lacks
 from dpfuse.paddle.epoch_display import EpochDisplay

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from dpfuse import DPFuseError, get_rank, get_world_size
+from dpfuse.arguments import integer
 from dpfuse.data.order import boolean
-from dpfuse.data.position import integer
 from dpfuse.paddle.counterparts import lacks
 
 __all__ = ["DataLoader", "Dataset", "DistributedBatchSampler"]

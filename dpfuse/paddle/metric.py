@@ -11,7 +11,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from dpfuse.data.position import integer
+from dpfuse.arguments import integer
 from dpfuse.paddle.counterparts import lacks
 
 __all__ = ["Accuracy", "Metric", "accuracy"]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from dpfuse import get_rank
-from dpfuse.data.position import integer
+from dpfuse.arguments import integer
 from dpfuse.paddle import model_files
 from dpfuse.paddle.batch_model import BatchModel
 from dpfuse.paddle.batches import Batches, Distribution

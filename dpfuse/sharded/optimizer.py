@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from types import NoneType
 from typing import Any
 from weakref import ref
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dpfuse.arguments import a_callable, instance, real
 from dpfuse.comm import votes
 from dpfuse.engine.bucket_set import names_of
 from dpfuse.errors import DPFuseError
@@ -98,6 +100,10 @@ class ShardedOptimizer(Optimizer):
         facts = ""
         try:
             _check_class(optimizer_class)
+            instance("params", params, (Iterable, NoneType), "parameters, parameter groups or None")
+            instance("step_in_backward", step_in_backward, bool, "True or False")
+            if clip_by_last_norm is not None:
+                real("clip_by_last_norm", clip_by_last_norm, "a number or None")
             if master_dtype not in (None, torch.float32):
                 raise ValueError(
                     f"master_dtype must be torch.float32 or None, got {master_dtype!r}; leave it out for None"
@@ -182,6 +188,7 @@ class ShardedOptimizer(Optimizer):
         """
         loss = None
         if closure is not None:
+            a_callable("closure", closure, "a function that computes the loss, or None")
             with torch.enable_grad():
                 loss = closure()
         if self._shards is None:
@@ -224,6 +231,7 @@ class ShardedOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's: for parameters that the model trains from now on, such as unfrozen ones."""
+        instance("param_group", param_group, dict, 'a dict with "params", as for torch\'s optimizers')
         if not hasattr(self, "_groups"):  # torch's constructor adds the first ones
             super().add_param_group(param_group)
         elif self._shards is None:

@@ -7,16 +7,32 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
+
+from dpfuse.arguments import real
 
 __all__ = ["CostTable", "Floats"]
 
 Floats = NDArray[np.float64]
 FAR = 2.0**62  # bytes; the last line of a table is extended up to here
 DRAWN = 2.0**30  # bytes; the second point of a straight line
+
+
+def array_of(name: str, value: Any) -> Floats:
+    """Return the numbers of an argument as an array.
+
+    Raises:
+        TypeError: they are none; the text has the name.
+    """
+    try:
+        if value is not None:
+            return np.asarray(value, float)
+    except (TypeError, ValueError):
+        pass
+    raise TypeError(f"{name} must be numbers, got {value!r:.100} of type {type(value).__name__}")
 
 
 @dataclass(frozen=True)
@@ -44,7 +60,10 @@ class CostTable:
     seconds: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        sizes, seconds = tuple(map(float, self.sizes)), tuple(map(float, self.seconds))
+        sizes, seconds = (
+            tuple(array_of(name, value).ravel().tolist())
+            for name, value in (("sizes", self.sizes), ("seconds", self.seconds))
+        )
         object.__setattr__(self, "sizes", sizes)
         object.__setattr__(self, "seconds", seconds)
         if not sizes or len(sizes) != len(seconds):
@@ -74,6 +93,8 @@ class CostTable:
             >>> round(CostTable.affine(20e-6, 100e9)(50_000_000), 6)
             0.00052
         """
+        real("latency", latency)
+        real("bandwidth", bandwidth)
         if not (latency >= 0 and bandwidth > 0):
             raise ValueError(f"expected latency >= 0 s and bandwidth > 0 bytes/s, got {latency!r} and {bandwidth!r}")
         return cls((0.0, DRAWN), (latency, latency + DRAWN / bandwidth))
@@ -96,8 +117,9 @@ class CostTable:
 
         Source: isotonic regression by pooling adjacent violators, on logarithms, since errors are relative.
         """
+        sizes, seconds = array_of("sizes", sizes).ravel().tolist(), array_of("seconds", seconds).ravel().tolist()
         if len(sizes) != len(seconds) or not len(sizes) or not all(0 < second < math.inf for second in seconds):
-            raise ValueError(f"expected a time above 0 s for each size, got {list(sizes)} and {list(seconds)}")
+            raise ValueError(f"expected a time above 0 s for each size, got {sizes} and {seconds}")
         by_size: dict[float, list[float]] = {}
         for size, second in zip(sizes, seconds, strict=True):
             by_size.setdefault(float(size), []).append(math.log(second))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from time import perf_counter
 
 import torch
 import torch.distributed as dist
 
+from dpfuse.arguments import instance, integer
 from dpfuse.comm import collective, votes
 from dpfuse.comm.waiting import NO_LIMIT
 from dpfuse.errors import DPFuseError
@@ -50,11 +51,14 @@ def measure_all_reduce(
     group = collective.resolve_group(group)
     if group is None:
         raise DPFuseError("there is no process group to measure; call dpfuse.init_parallel_env() first, on every rank")
-    sizes = sorted(set(sizes))
-    if not sizes or sizes[0] < 4 or repetitions < 1:
-        wrong = ValueError(f"expected sizes of 4 bytes or more and 1 repetition or more, got {sizes}, {repetitions!r}")
+    try:
+        instance("sizes", sizes, Iterable, "a list of bytes")
+        sizes = sorted({integer("each of sizes", size, 4) for size in sizes})
+        integer("the number of sizes", len(sizes), 1)
+        integer("repetitions", repetitions, 1)
+    except (TypeError, ValueError) as wrong:
         votes.report_failure(wrong, group, WHAT)
-        raise wrong
+        raise
     votes.agree_on_text(f"{sizes} bytes, {repetitions} times", group, WHAT, "Pass the same arguments everywhere.")
     device = collective.group_device(group)
     flat = votes.agree_on_success(lambda: torch.zeros(-(-sizes[-1] // 4), device=device), group, WHAT)

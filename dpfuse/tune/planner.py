@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from dpfuse.arguments import a_callable, instance, real
 from dpfuse.engine.plan import BucketPlan, size_in_bytes
 from dpfuse.model.plan_from_groups import plan_from_groups
 from dpfuse.tune.cost import CostTable, Floats
@@ -75,6 +76,9 @@ def optimal_plan(
     """
     cap = size_in_bytes(comm_buffer_size, "comm_buffer_size")
     last_cap = size_in_bytes(last_comm_buffer_size, "last_comm_buffer_size")
+    instance("timeline", timeline, Timeline, "a Timeline")
+    a_callable("cost", cost, "a CostTable, or another function of bytes")
+    real("margin", margin)
     if not 0 <= margin < math.inf:
         raise ValueError(f"margin must be a fraction of the expected time >= 0, such as 0.5, got {margin!r}")
     kinds = _kinds(timeline, cap, last_cap)

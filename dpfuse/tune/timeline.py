@@ -10,7 +10,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import ArrayLike
 
-from dpfuse.engine.param_spec import ITEM_SIZE, ParamSpec
+from dpfuse.arguments import real
+from dpfuse.engine.param_spec import ITEM_SIZE, ParamSpec, specs_of
+from dpfuse.tune.cost import array_of
 
 __all__ = ["Timeline"]
 
@@ -93,7 +95,7 @@ class Timeline:
             >>> Timeline.from_steps(specs, steps, [[4.0, 4.0], [9.0, 9.0], [9.0, 9.0]]).ready
             (2.0,)
         """
-        times, ends = np.asarray(ready, float), np.asarray(backward_end, float)
+        times, ends = array_of("ready", ready), array_of("backward_end", backward_end)
         if times.ndim != 3 or times.shape[:2] != ends.shape or not times.size:
             raise ValueError(
                 f"ready has shape {times.shape} and backward_end {ends.shape}; expected (steps, ranks, parameters) "
@@ -103,7 +105,7 @@ class Timeline:
         times = np.where(np.isnan(times), ends[:, :, None], times)
         typical, end = np.median(times.mean(axis=1), axis=0), float(np.median(ends.mean(axis=1)))
         # Sums of equal numbers in another order may differ in the last digit.
-        return cls(tuple(specs), tuple(np.minimum(typical, end).tolist()), end, wire_dtype)
+        return cls(specs_of(specs), tuple(np.minimum(typical, end).tolist()), end, wire_dtype)
 
     @classmethod
     def synthetic(
@@ -133,14 +135,16 @@ class Timeline:
             >>> Timeline.synthetic(specs, 0.008).ready
             (0.008, 0.006)
         """
-        shares = np.asarray([spec.numel for spec in specs] if work is None else work, float)
+        specs = specs_of(specs)
+        real("backward", backward)
+        shares = array_of("work", [spec.numel for spec in specs] if work is None else work)
         if shares.shape != (len(specs),) or not (shares >= 0).all() or not 0 < shares.sum() < math.inf:
             raise ValueError(
                 f"work must be one amount >= 0 for each of {len(specs)} parameters, and some above 0, got {work!r}"
             )
         done = np.cumsum(shares[::-1])
         ready = (done / done[-1])[::-1] * backward
-        return cls(tuple(specs), tuple(ready.tolist()), backward, wire_dtype)
+        return cls(specs, tuple(ready.tolist()), backward, wire_dtype)
 
     @cached_property
     def nbytes(self) -> tuple[int, ...]:

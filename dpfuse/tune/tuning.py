@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from dpfuse.arguments import a_callable, integer
 from dpfuse.comm import collective, votes
 from dpfuse.engine.plan import BucketPlan, size_in_bytes
 from dpfuse.errors import DPFuseError
@@ -153,8 +154,9 @@ def autotune(
     caps = comm_buffer_size, last_comm_buffer_size
     for cap, name in zip(caps, ("comm_buffer_size", "last_comm_buffer_size"), strict=True):
         size_in_bytes(cap, name)  # raise here, not later when ranks wait for each other
-    if steps < 1:
-        raise ValueError(f"steps must be at least 1, got {steps!r}; leave it out for 5")
+    integer("steps", steps, 1)
+    if cost is not None:
+        a_callable("cost", cost, "a CostTable or None")
     check_wrapped(model, "autotune")
     sync = model._sync
     if sync is None:

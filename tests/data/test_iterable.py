@@ -60,7 +60,7 @@ def test_bad_arguments_are_named(error, words, changes):
 
 def test_loaders_that_would_be_counted_wrongly_are_refused():
     stream = ResumableIterableDataset(Stream(9), 2, 1, 0)
-    with pytest.raises(ValueError, match="loader has a Stream as its dataset, expected this one"):
+    with pytest.raises(ValueError, match="loader is a DataLoader with a Stream as its dataset, expected this one"):
         stream.track(DataLoader(Stream(9), batch_size=2))
     for wrong in ({"batch_size": 3}, {"batch_size": 2, "drop_last": True}, {"batch_size": 2, "in_order": False}):
         with pytest.raises(ValueError, match="expected 2, False and True"):

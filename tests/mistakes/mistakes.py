@@ -105,11 +105,16 @@ def notes(folder: Path) -> Path:
     return path
 
 
+def file_of_torch(folder: Path) -> Path:
+    torch.save(net().state_dict(), folder / "model.pt")
+    return folder / "model.pt"
+
+
 def buffer_of(_, bucket):
     return bucket.get_future()
 
 
-MB, NUMBER, MODULE = "must be a number of MB", "expected one of", "must be a torch.nn.Module"
+MB, MODULE = "must be a number of MB", "must be a torch.nn.Module"
 PLAN_REMEDY = 'expected "ramp", "greedy", "auto", a BucketPlan, or the path'
 SIZE_REMEDY = "0 puts every parameter alone"
 
@@ -186,6 +191,55 @@ MISTAKES: dict[str, Mistake] = {
         "expected plain tensors",
         "Use torch.distributed.checkpoint",
     ),
+    # Checkpoints
+    "a checkpoint in the order of torch.save": Mistake(
+        lambda folder: dpfuse.save_checkpoint(net(), folder, step=1),
+        TypeError,
+        "folder must be",
+        "got a Sequential",
+        "a path",
+        "in this order: save_checkpoint(folder, model, optimizer)",
+    ),
+    "model, optimizer, folder": Mistake(
+        lambda folder: dpfuse.save_checkpoint(net(), torch.optim.SGD(net().parameters()), folder, step=1),
+        TypeError,
+        "folder must be",
+        "got a Sequential",
+        "a path",
+        "in this order: save_checkpoint(folder, model, optimizer)",
+    ),
+    "optimizer before model": Mistake(
+        lambda folder: dpfuse.load_checkpoint(folder, torch.optim.SGD(net().parameters()), net()),
+        TypeError,
+        "model must be",
+        "got a SGD",
+        "a torch.nn.Module",
+        "in this order: load_checkpoint(path, model, optimizer)",
+    ),
+    "a state dict in place of the model": Mistake(
+        lambda folder: dpfuse.save_checkpoint(folder, net().state_dict(), step=1),
+        TypeError,
+        "model must be",
+        "got a OrderedDict",
+        "a torch.nn.Module",
+        "Pass the module itself, and not its state_dict()",
+    ),
+    "a state dict in place of the optimizer": Mistake(
+        lambda folder: dpfuse.save_checkpoint(folder, net(), {"state": {}}, step=1),
+        TypeError,
+        "optimizer must be",
+        "got a dict",
+        "an object with state_dict()",
+        "Pass the optimizer itself",
+    ),
+    "a file of torch.save": Mistake(
+        lambda folder: dpfuse.load_checkpoint(file_of_torch(folder), net()),
+        ValueError,
+        "model.pt was not written by dpfuse.save_checkpoint",
+        "got a file such as torch.save writes",
+        "expected one of its files",
+        "Read it with torch.load()",
+    ),
     # Sizes
     "a size with its unit": option(
         "comm_buffer_size", "got '25MB' of type str", MB, "pass for example", TypeError, comm_buffer_size="25MB"
@@ -236,7 +290,32 @@ MISTAKES: dict[str, Mistake] = {
         find_unused_parameter=True,
     ),
     "the other class's name of an option": option(
-        "unexpected keyword argument", "'bucket_cap_mb'", NUMBER, "comm_buffer_size", TypeError, bucket_cap_mb=25
+        "unexpected keyword argument",
+        "'bucket_cap_mb'",
+        "which is one of DistributedDataParallel",
+        "here it is comm_buffer_size",
+        TypeError,
+        bucket_cap_mb=25,
+    ),
+    "what only the other class has": option(
+        "unexpected keyword argument",
+        "'device_ids'",
+        "which is one of DistributedDataParallel",
+        "leave it out, or use dpfuse.DistributedDataParallel",
+        TypeError,
+        device_ids=[0],
+    ),
+    "a name of DataParallel, for DDP": option(
+        "unexpected keyword argument",
+        "'group'",
+        "which is one of DataParallel",
+        "here it is process_group",
+        TypeError,
+        face=DDP,
+        group=None,
+    ),
+    "a name that nothing has": option(
+        "unexpected keyword argument", "'zebra'", "expected one of", "comm_buffer_size", TypeError, zebra=1
     ),
     "a wire dtype by its name": option(
         "wire_dtype", "got 'bfloat16'", "torch.bfloat16", "None sends", wire_dtype="bfloat16"
@@ -258,7 +337,7 @@ MISTAKES: dict[str, Mistake] = {
         "the first travels",
         wire_dtype=(torch.float16, torch.float32, torch.float32),
     ),
-    "True for check_finite": option("check_finite", "got True", "must be one of", "leave it out", check_finite=True),
+    "True for check_finite": option("check_finite", "got True", "must be one of", 'pass "raise"', check_finite=True),
     "an unknown check": option("check must be", "got 'loose'", "'deferred' or 'strict'", "strict waits", check="loose"),
     "an unknown rule for buckets": option(
         "plan is 'ramps'", "cannot be read", PLAN_REMEDY, "plan.save()", plan="ramps"

@@ -193,3 +193,27 @@ def test_a_message_that_is_not_a_status_is_rejected(place, value):
 def test_a_peers_text_cannot_command_a_terminal():
     assert printable("a\x1b[31mb\nc") == "a [31mb c"
     assert printable("a\nb\x07", lines=True) == "a\nb "
+
+
+SAVES = Status(Doing.SAVE, step=7, age=20.0, waits=True, limit=60.0)
+
+
+def test_a_call_of_every_rank_that_one_has_left_out_is_named():
+    """As `if rank == 0: save_checkpoint(...)` leaves it out."""
+    said = "Every rank calls save_checkpoint(): rank 0 waits in it, and rank 1 is elsewhere. Take the call out of"
+    waits = replace(WAITS, limit=60.0)
+    assert said in judged(RankState(SAVES), RankState(waits)).text
+    assert said in judged(RankState(SAVES), RankState(replace(BLOCKED, limit=60.0))).text
+    late = judged(*(RankState(replace(one, age=61.0)) for one in (SAVES, waits)))
+    assert late.fatal
+    assert said in late.text
+    assert "batches" not in late.text
+    ended = {0: RankState(SAVES), 1: RankState(BUSY, end=End(EndKind.NORMAL, ago=6.0))}
+    for found in (judge(ended, whole_job=True), find_cause(ended)):
+        assert said in found.text
+        assert "batches" not in found.text
+
+
+def test_a_rank_that_may_still_come_to_the_call_has_not_left_it_out():
+    for other in (BUSY, replace(WAITS, step=6), SAVES):
+        assert "Every rank calls" not in judged(RankState(SAVES), RankState(other)).text

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from dpfuse.data.position import integer
+from dpfuse.arguments import integer
 
 __all__ = ["CPUPlace", "CUDAPlace", "cpu_places", "cuda_places", "place_of"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum, auto
 from typing import Any
 
-from dpfuse.data.position import integer
+from dpfuse.arguments import integer
 from dpfuse.paddle.static.names import suggestion
 
 __all__ = ["BuildStrategy", "ExecutionStrategy"]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import dpfuse
 from dpfuse import DPFuseError
-from dpfuse.data.position import integer
+from dpfuse.arguments import integer
 from dpfuse.paddle.collectives import broadcast
 from dpfuse.paddle.static.replica import Replica
 

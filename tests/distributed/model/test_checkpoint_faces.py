@@ -399,7 +399,7 @@ def test_a_file_in_the_place_of_a_folder_is_told_of_and_stays(ranks, tmp_path):
         assert "new.pt" in told["no file"][1]
         for name in ("run.pt", "run.ckpt"):
             assert f"run.{name[4:]}, which is a file, expected a folder" in told[f"save over {name}"][1]
-        assert "is damaged: it is cut short, or dpfuse.save_checkpoint has not written it" in told["load run.pt"][1]
+        assert "was not written by dpfuse.save_checkpoint" in told["load run.pt"][1]
         assert "expected a folder, or a file whose name ends in .pt" in told["load run.ckpt"][1]
         assert "which is a file, expected a folder. Pass the folder" in told["save over a checkpoint"][1]
         assert "which is the name of a file, expected a folder" in told["the name of a checkpoint"][1]

@@ -230,9 +230,11 @@ def test_what_fits_in_no_reading_is_told_of_as_torchs_class_does(keys):
 def test_an_error_has_the_names_of_the_program():
     bare = {"0.weight": torch.ones(3, 3), "0.bias": torch.ones(3), "1.other": torch.ones(3)}
     state = {f"module.{key}": value for key, value in bare.items()}
-    with pytest.raises(RuntimeError, match=r'"1.other"(.|\n)*has \'module.0.weight\' where this names \'0.weight\''):
+    with pytest.raises(
+        RuntimeError, match=r'"module.1.other"(.|\n)*\'0.weight\', where this state dict has \'module.0.weight\''
+    ):
         dpfuse.DataParallel(nn.Sequential(nn.Linear(3, 3))).load_state_dict(state)
-    with pytest.raises(RuntimeError, match=r"has '0.weight' where this names 'module.0.weight'"):
+    with pytest.raises(RuntimeError, match=r"'module.0.weight', where this state dict has '0.weight'"):
         dpfuse.DistributedDataParallel(nn.Sequential(nn.Linear(3, 3))).load_state_dict(bare)
     with pytest.raises(RuntimeError) as ours:
         dpfuse.DistributedDataParallel(nn.Sequential(nn.Linear(3, 3))).load_state_dict(state)

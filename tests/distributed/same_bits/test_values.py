@@ -56,7 +56,7 @@ def test_values_are_not_gathered_inside_of_the_loop(ranks):
 
 def vectors(rank, size):
     model = dpfuse.DataParallel(nn.Linear(4, 3), fixed_micro_batches=size)
-    with pytest.raises(dpfuse.DPFuseError, match=r"rank 1 has given a value that is no single number"):
+    with pytest.raises(dpfuse.DPFuseError, match=r"rank 1 has given values that are no list of single numbers"):
         model.gather_micro_batches([torch.ones(2) if rank == 1 else torch.ones(1)])
     return model.gather_micro_batches([torch.full((1, 1), float(rank))]).tolist()
 

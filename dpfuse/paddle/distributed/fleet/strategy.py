@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from dpfuse.arguments import integer
 from dpfuse.data.order import boolean
-from dpfuse.data.position import integer
 from dpfuse.paddle.checks import number
 from dpfuse.paddle.distributed.fleet.strategy_fields import INSTEAD, SUPPORTED, UNSUPPORTED
 from dpfuse.paddle.static.names import suggestion
