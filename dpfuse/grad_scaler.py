@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 from torch.autograd.graph import increment_version
 
-from dpfuse.arguments import instance, real
+from dpfuse.arguments import instance, integer, real
 from dpfuse.engine.torch_private import leave_untraced, put_hooks
 from dpfuse.errors import DPFuseError
 from dpfuse.gradients.loss_scaling import LossScale
@@ -89,9 +89,9 @@ class GradScaler(torch.amp.GradScaler):
             ("init_scale", init_scale),
             ("growth_factor", growth_factor),
             ("backoff_factor", backoff_factor),
-            ("growth_interval", growth_interval),
         ):
             real(name, value)
+        integer("growth_interval", growth_interval, 1)
         if device is None:
             device = next(models[0].parameters()).device.type
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)

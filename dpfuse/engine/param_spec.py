@@ -47,6 +47,8 @@ class ParamSpec:
     def __post_init__(self) -> None:
         instance("name", self.name, str, "a text")
         instance("shape", self.shape, (tuple, list), "a tuple of sizes, such as (4, 2)")
+        if type(self.device).__name__ != "device":  # torch is not imported here
+            instance("device", self.device, str, 'a device, such as "cpu"')
         instance("sparse", self.sparse, bool, "True or False")
         dtype = str(self.dtype).removeprefix("torch.")
         if dtype not in ITEM_SIZE:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from numbers import Integral
 
 from dpfuse.arguments import instance
 from dpfuse.engine.param_spec import ParamSpec, specs_of
@@ -43,7 +44,7 @@ def plan_from_groups(
     """
     specs = specs_of(specs)
     instance("groups", groups, Iterable, "a list of groups, each a list of indices")
-    buckets = tuple(_bucket(specs, sorted(group)) for group in groups)
+    buckets = tuple(_bucket(specs, _members(group)) for group in groups)
     seen = sorted(index for bucket in buckets for index in bucket.params)
     if seen != list(range(len(specs))):
         wrong = next(index for index in [*range(len(specs)), *seen] if seen.count(index) != 1)
@@ -53,6 +54,14 @@ def plan_from_groups(
     cap = size_in_bytes(comm_buffer_size, "comm_buffer_size")
     last_cap = size_in_bytes(last_comm_buffer_size, "last_comm_buffer_size")
     return BucketPlan(specs, buckets, cap, last_cap, tuned=True)
+
+
+def _members(group: Iterable[int]) -> list[int]:
+    instance("each of groups", group, Iterable, "a list of indices")
+    members = list(group)
+    for index in members:
+        instance("each index in groups", index, Integral, "a whole number")
+    return sorted(members)
 
 
 def _bucket(specs: Sequence[ParamSpec], members: Sequence[int]) -> Bucket:

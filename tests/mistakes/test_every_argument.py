@@ -34,8 +34,8 @@ class Stranger:
 WRONG: dict[str, tuple[Any, str, str]] = {
     "a stranger": (Stranger(), r"Stranger", r"(?!)"),
     "None": (None, r"None", r"None|Any"),
-    "a text": ("no_such", r"no_such|\bstr\b", r"\bstr\b|PathLike|Any"),
-    "a number": (-7.5, r"-7\.5|float", r"float|Any"),
+    "a text": ("no_such", r"no_such|\bstr\b", r"\bstr\b|PathLike|Any|Iterable\[Sample\]"),
+    "a number": (-7.5, r"-7\.5|float", r"float|Any|ArrayLike"),
 }
 
 
