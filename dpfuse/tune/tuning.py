@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import dataclass
+from numbers import Integral
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dpfuse.arguments import a_callable, integer
+from dpfuse.arguments import a_callable, instance
 from dpfuse.comm import collective, votes
 from dpfuse.engine.plan import BucketPlan, size_in_bytes
 from dpfuse.errors import DPFuseError
@@ -154,7 +155,9 @@ def autotune(
     caps = comm_buffer_size, last_comm_buffer_size
     for cap, name in zip(caps, ("comm_buffer_size", "last_comm_buffer_size"), strict=True):
         size_in_bytes(cap, name)  # raise here, not later when ranks wait for each other
-    integer("steps", steps, 1)
+    instance("steps", steps, Integral, "a whole number", "leave it out for 5")
+    if steps < 1:
+        raise ValueError(f"steps must be at least 1, got {steps!r}; leave it out for 5")
     if cost is not None:
         a_callable("cost", cost, "a CostTable or None")
     check_wrapped(model, "autotune")

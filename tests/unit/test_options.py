@@ -83,7 +83,7 @@ def test_every_option_is_compared_among_the_ranks(name):
         (
             {"check_finite": "of"},
             ValueError,
-            "check_finite must be one of 'off', 'warn', 'raise', got 'of'; leave",
+            "check_finite must be one of 'off', 'warn', 'raise', got 'of'; pass",
         ),
         ({"stall_timeout": "1"}, TypeError, "stall_timeout must be a number of seconds, got '1' of type str; pass"),
         ({"stall_timeout": 0}, ValueError, r"stall_timeout must be > 0 s, got 0; float\('inf'\) waits"),
