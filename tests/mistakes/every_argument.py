@@ -82,6 +82,16 @@ def of_model(method: str, after_backward: bool = False, **options: Any) -> Calla
     return call
 
 
+def undone(function: Callable[..., Any]) -> Callable[..., None]:
+    """A function that changes the process, as long as the context lasts that it returns."""
+
+    def call(**arguments: Any) -> None:
+        with function(**arguments):
+            pass
+
+    return call
+
+
 def of(make: Callable[[], Any], method: str) -> Callable[..., Any]:
     return lambda **arguments: getattr(make(), method)(**arguments)
 
@@ -112,11 +122,6 @@ def stream_loader(own: Any) -> dict[str, Any]:
 
 def sharded(**arguments: Any) -> Any:
     return dpfuse.ShardedOptimizer(**{"model": wrapped(), "optimizer_class": torch.optim.Adam} | arguments)
-
-
-def timed(**arguments: Any) -> None:
-    with dpfuse.time_communication(**arguments):
-        pass
 
 
 def specs() -> list[Any]:
@@ -282,7 +287,7 @@ RIGHT: dict[str, Call] = {
     "dpfuse.load_checkpoint": Call(dpfuse.load_checkpoint, lambda folder: trained(folder, "path", random_state=None)),
     "dpfuse.save_checkpoint": Call(dpfuse.save_checkpoint, lambda folder: trained(folder, "folder", step=1, keep=3)),
     "dpfuse.load_plan": Call(dpfuse.load_plan, plan_file),
-    "dpfuse.patch": Call(dpfuse.patch, values(**COMMON)),
+    "dpfuse.patch": Call(undone(dpfuse.patch), values(**COMMON)),
     "dpfuse.plan_buckets": Call(dpfuse.plan_buckets, lambda _: {"params": net(), **SIZES}),
     "dpfuse.reduce_replicas": Call(
         dpfuse.reduce_replicas, lambda _: {"replicas": [net(), net()], "scale": None, "bucket_size": 1 << 20}
@@ -292,8 +297,8 @@ RIGHT: dict[str, Call] = {
     ),
     "dpfuse.request_stop": Call(dpfuse.request_stop, values(reason="")),
     "dpfuse.spawn": Call(dpfuse.spawn, values(func=print, args=(), nprocs=1, join=True, daemon=False)),
-    "dpfuse.stop_on_signals": Call(dpfuse.stop_on_signals, values(grace=30.0)),
-    "dpfuse.time_communication": Call(timed, lambda _: {"model": wrapped()}),
+    "dpfuse.stop_on_signals": Call(undone(dpfuse.stop_on_signals), values(grace=30.0)),
+    "dpfuse.time_communication": Call(undone(dpfuse.time_communication), lambda _: {"model": wrapped()}),
     "dpfuse.data.MicroBatchSampler": Call(
         dpfuse.data.MicroBatchSampler,
         lambda _: {"dataset": Numbers(), "batch_size": 2, "fixed_micro_batches": 2, **SAMPLER},
