@@ -24,7 +24,7 @@ def test_no_kill_while_saving_loses_a_checkpoint():
     counted = killed("dpfuse", 10)
     assert counted["lost"] == 0
     assert counted["half"] > 0  # some did come in the middle of a file
-    assert counted["saved"] > 10
+    assert counted["saved"] > 0
 
 
 def test_the_kills_do_harm_where_one_file_is_written_over():
