@@ -15,10 +15,10 @@ from bench.goals import Entry
 from bench.machine import ROOT, describe, machine_name
 from bench.record import make_record, write_record
 from tests.faults.fault import Fault, Verdict
-from tests.faults.job import DDP
+from tests.faults.job import DDP, TORCH
 from tests.faults.jobs import JobFault
 from tests.faults.player import playing
-from tests.faults.report import ALL, OURS, RESULTS, SUFFIX, entry, groups, into_page, newest_record, table
+from tests.faults.report import ALL, OURS, RESULTS, SUFFIX, entry, into_page, newest_record, table
 
 PAGE = ROOT / "docs" / "wrong" / "diagnosis.md"
 
@@ -27,16 +27,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code 0 if dpfuse did what it owes in all that were played."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="FAULT", help="only these, and no record")
-    parser.add_argument("--faces", nargs="+", default=[OURS, DDP], choices=[OURS, DDP], help="only these wrappers")
+    parser.add_argument("--faces", nargs="+", default=[OURS, *TORCH], choices=[OURS, *TORCH], help="with these only")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the record (default: %(default)s)")
-    parser.add_argument("--docs", action="store_true", help="play nothing; write the newest summary to the page")
+    parser.add_argument("--docs", action="store_true", help="only write the table of the newest record to the page")
     options = parser.parse_args(arguments)
     if options.docs:
         newest = newest_record()
         if newest is None:
             parser.error(f"there is no record in {RESULTS}; run it without --docs first")
         measurements = json.loads(newest.read_text())["measurements"]
-        PAGE.write_text(into_page(PAGE.read_text(), groups(measurements)))
+        PAGE.write_text(into_page(PAGE.read_text(), table(measurements)))
         return 0
     began, start = datetime.now().astimezone(), monotonic()
     machine = describe(gpu=False)  # before the faults, which take minutes: the files may change meanwhile
@@ -72,9 +72,9 @@ def played(faults: Sequence[Fault | JobFault], faces: Sequence[str]) -> list[Ent
         for fault, face in plays:
             keep(fault, face, futures[fault.name, face].result())
     # One by one, when nothing else runs: they start processes of their own.
-    for face in faces:
+    for face in (OURS, DDP):
         for fault in faults:
-            if isinstance(fault, JobFault):
+            if isinstance(fault, JobFault) and face in faces:
                 keep(fault, face, fault.play(face))
     return entries
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
-__all__ = ["RIGHT", "Expected", "Fault", "Outcome", "Run", "Verdict", "named", "shortfalls"]
+__all__ = ["NOTHING", "RIGHT", "Expected", "Fault", "Outcome", "Run", "Verdict", "named", "shortfalls"]
 
 ENDING = 10.0  # seconds that interpreters may take to end on a busy machine
 
@@ -17,12 +17,14 @@ class Outcome(Enum):
 
     RIGHT = "right"
     NAMED = "named error"
+    WARNED = "named warning"
     UNNAMED = "error"
-    CORRUPT = "silent corruption"
-    HANG = "hang"
+    LATE = "late error"
+    CRASH = "crash"
     ORPHANS = "orphans"
     LOST = "lost"
-    CRASH = "crash"
+    HANG = "hang"
+    CORRUPT = "silent corruption"
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Expected:
 
 
 RIGHT = Expected(Outcome.RIGHT)
+NOTHING = Expected(Outcome.CORRUPT)  # what no default looks for
 
 
 def named(*words: str, within: float = 5.0) -> Expected:

@@ -9,17 +9,22 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.faults import job
-from tests.faults.fault import RIGHT, Fault, named
+from tests.faults.fault import NOTHING, RIGHT, Expected, Fault, Outcome, named
 from tests.faults.programs import changes, differ, drifts, paths, silences, tensors
 
-__all__ = ["BY_NAME", "FAULTS", "STALL_TIMEOUT"]
+__all__ = ["BY_NAME", "CHECKED", "FAULTS", "ORDINARY", "STALL_TIMEOUT"]
 
 STALL_TIMEOUT = 4.0  # seconds; longer than the stalls that must be survived
 SILENT = {"stall_timeout": STALL_TIMEOUT}
 AT_STALL = STALL_TIMEOUT + 3  # until every rank knows; two are owed, and one is for a busy machine
 CHECKED = {"check_finite": "raise"}
-COMPARED = {"check_training": "raise"}
 WEIGHTS = 15.0  # seconds until weights that differ are named: 64 steps
+
+
+def drifted(*words: str) -> Expected:
+    """Weights that differ are named: by an error, or by a warning where that is the default."""
+    return named("DPF-W01", *words, within=WEIGHTS)
+
 
 FAULTS = [
     # Ranks that do not hold the same.
@@ -98,17 +103,18 @@ FAULTS = [
           named("meta")),
     Fault("several_dtypes", "1e 36", "float32 and float64 parameters", tensors.several_dtypes, RIGHT),
     Fault("fp16_large", "1e 37", "float16 gradients whose sum overflows", tensors.fp16_large, RIGHT),
-    Fault("nan_one_rank", "1e 38", 'a NaN in a gradient of rank 1, with check_finite="raise"', tensors.nan_one_rank,
+    Fault("nan_one_rank", "1e 38", "a NaN in a gradient of rank 1", tensors.nan_one_rank, NOTHING),
+    Fault("nan_checked", "1e 38", 'a NaN in a gradient of rank 1, with check_finite="raise"', tensors.nan_one_rank,
           named("rank 1"), CHECKED),
     # Weights that leave those of the other rank.
     Fault("drift_weight", "1g 1", "one weight of rank 1 changes between two steps", drifts.weight,
-          named("DPF-W01", "net.layers.0.weight", "1 of 6 differ", within=WEIGHTS), COMPARED, slow=True),
+          drifted("net.layers.0.weight", "1 of 6 differ"), slow=True),
     Fault("drift_bit", "1g 2", "one bit of a frozen weight of rank 1 flips", drifts.bit,
-          named("DPF-W01", "frozen.layers.0.weight", "one bit", within=WEIGHTS), COMPARED),
+          drifted("frozen.layers.0.weight", "one bit")),
     Fault("drift_rate", "1g 3", "rank 1 has another learning rate", drifts.rate,
-          named("DPF-W01", "net.layers.0.weight", within=WEIGHTS), COMPARED, slow=True),
+          drifted("net.layers.0.weight"), slow=True),
     Fault("drift_state", "1g 4", "the optimizer's states of rank 1 change", drifts.state,
-          named("DPF-W01", "net.layers.0.weight", within=WEIGHTS), COMPARED, slow=True),
+          drifted("net.layers.0.weight"), slow=True),
     # Processes.
     Fault("plain", "1f 43", "nothing goes wrong", silences.plain, RIGHT),
 ]  # fmt: skip
@@ -147,10 +153,29 @@ UPDATED = SHARDED | {
     "no_sync_unused": named("parameters are updated before backward has ended"),
     "zeroed_to_none": USED_UP,
 }
-ELSEWHERE = {job.SHARDED: SHARDED, job.IN_BACKWARD: UPDATED}
+# Where check_training is "warn", as it is on the face of torch.
+WARNED = {
+    fault.name: replace(fault.expected, outcome=Outcome.WARNED, within=0)
+    for fault in FAULTS
+    if fault.hazard.startswith("1g")
+}
+# torch's wrapper is asked for the rank alone.
+NAMES_RANK = {
+    fault.name: replace(fault.expected, words=("rank 1",))
+    for fault in FAULTS
+    if any(word.startswith("rank 1") for word in fault.expected.words)
+}
+ELSEWHERE = dict.fromkeys(job.TORCH, NAMES_RANK) | {"dpfuse": WARNED, job.SHARDED: SHARDED, job.IN_BACKWARD: UPDATED}
 FAULTS = [
     replace(fault, elsewhere={face: own[fault.name] for face, own in ELSEWHERE.items() if fault.name in own})
     for fault in FAULTS
 ]
 BY_NAME = {fault.name: fault for fault in FAULTS}
 assert len(BY_NAME) == len(FAULTS)
+
+# Nothing goes wrong here: played all the same, and not counted as a fault.
+ORDINARY = {
+    *("accumulation", "stall_short", "gil_held", "user_collectives", "no_sync_unused", "deepcopy_wrapped"),
+    *("pickle_wrapped", "activation_checkpoint", "zeroed_to_none", "strided_grads", "zero_size", "tied", "complex"),
+    *("sparse", "several_dtypes", "fp16_large", "plain", "second_job"),
+}

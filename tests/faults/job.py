@@ -16,12 +16,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dpfuse
 
-__all__ = ["DDP", "FACES", "IN_BACKWARD", "SHARDED", "WIDTH", "Job", "Net", "Run", "plain_loss"]
+__all__ = ["DDP", "FACES", "IN_BACKWARD", "SHARDED", "TORCH", "WIDTH", "Job", "Net", "Run", "plain_loss"]
 
 WIDTH = 64
 RATE = 0.01
 BUCKET_MB = 0.017  # about one layer of Net: a model of several buckets
 DDP = "DDP"
+# torch's wrapper as it is, and with each argument that can help it.
+TORCH: dict[str, Callable[..., nn.Module]] = {
+    DDP: DistributedDataParallel,
+    "DDP, find_unused_parameters": partial(DistributedDataParallel, find_unused_parameters=True),
+    "DDP, static_graph": partial(DistributedDataParallel, static_graph=True),
+}
 SHARDED = "sharded"  # as DataParallel, and each rank keeps one part of the optimizer
 IN_BACKWARD = "in_backward"  # likewise, and updates it while backward runs
 FACES: dict[str, Callable[..., nn.Module]] = {
@@ -29,7 +35,7 @@ FACES: dict[str, Callable[..., nn.Module]] = {
     "DataParallel": dpfuse.DataParallel,
     SHARDED: dpfuse.DataParallel,
     IN_BACKWARD: dpfuse.DataParallel,
-    DDP: DistributedDataParallel,
+    **TORCH,
 }
 
 Run = Callable[[nn.Module, Tensor, int], Tensor]  # a model, a batch, and the rank whose it is: the loss
@@ -72,7 +78,7 @@ class Job:
         self.face = face
         self.folder = folder
         self.number = 0  # of the next step
-        self._options = {} if face == DDP else options
+        self._options = {} if face in TORCH else options
         self._optimizers: dict[int, dpfuse.ShardedOptimizer] = {}  # by the id of the wrapped module
         self._before: dict[int, dict[str, Tensor]] = {}  # the weights before a step, by the id of the module
         self._told = open(folder / f"told-{rank}", "a", buffering=1)  # noqa: SIM115  # lives as long as the process
@@ -171,7 +177,7 @@ class Job:
         if self.face == IN_BACKWARD:
             self._before[id(net)] = {name: param.detach().clone() for name, param in net.named_parameters()}
 
-    def steps(self, model: Any, count: int = 3, run: Run = plain_loss) -> None:
+    def steps(self, model: Any, count: int = 12, run: Run = plain_loss) -> None:
         """So many of them."""
         for _ in range(count):
             self.step(model, run)

@@ -17,7 +17,7 @@ from typing import Any
 from tests.distributed.machines import namespaces
 from tests.distributed.processes import clean_environment, python
 from tests.faults.fault import Fault, Run, Verdict
-from tests.faults.job import DDP
+from tests.faults.job import TORCH
 from tests.faults.judge import judge
 from tests.faults.network import CABLES
 
@@ -26,7 +26,7 @@ __all__ = ["Stage", "playing"]
 SIZE = 2
 STAGES = 2
 # In seconds. Ours must end by themselves; torch's end by the time-out of their group, which is 1800 by default.
-TIMEOUTS = {DDP: 15.0}
+TIMEOUTS = dict.fromkeys(TORCH, 15.0)
 OURS = 120.0
 
 
@@ -71,7 +71,7 @@ def play(fault: Fault, face: str, stage: Stage) -> Verdict:
         folder = Path(name)
         seen = stage.ask(
             name=fault.name, face=face, ranks=list(range(SIZE)), size=SIZE, folder=name, timeout=timeout,
-            limit=fault.limit + (timeout if face == DDP else 0), variables={"GLOO_SOCKET_IFNAME": "lo"},
+            limit=fault.limit + (timeout if face in TORCH else 0), variables={"GLOO_SOCKET_IFNAME": "lo"},
         )  # fmt: skip
         return judge(fault.on(face), gathered(folder, seen), timeout)
 
@@ -88,7 +88,7 @@ def play_apart(fault: Fault, face: str) -> Verdict:
         answers = [
             pool.submit(
                 stage.ask, name=fault.name, face=face, ranks=[rank], size=SIZE, folder=name, timeout=timeout,
-                limit=fault.limit + (timeout if face == DDP else 0), store=[machines.addresses[0], machines.port],
+                limit=fault.limit + (timeout if face in TORCH else 0), store=[machines.addresses[0], machines.port],
                 variables={"GLOO_SOCKET_IFNAME": f"cable{rank}"},
             )
             for rank, stage in enumerate(stages)

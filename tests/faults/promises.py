@@ -172,9 +172,10 @@ PROMISES: dict[str, tuple[str, ...]] = {
     ),
     'With `check_finite="raise"` a NaN or an infinity is an error on every rank, in that backward. The '
     "rank that sent it names the parameter and the step, and the others name the rank.": (
-        "nan_one_rank",
+        "nan_checked",
         "tests/distributed/norms_and_scaling/test_check_finite.py::test_a_rank_that_sends_nan_is_named_on_every_rank",
     ),
+    "Without `check_finite`, a NaN or an infinity travels as under torch's DDP.": ("nan_one_rank",),
     "Weights of ranks that become different are named within 64 steps, with the parameter, on every rank.": (
         "drift_weight",
         "drift_bit",

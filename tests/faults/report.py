@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,25 +10,25 @@ from typing import Any
 from bench.goals import Entry
 from bench.machine import ROOT
 from tests.faults.fault import Fault, Outcome, Verdict, shortfalls
-from tests.faults.faults import FAULTS
+from tests.faults.faults import CHECKED, FAULTS, ORDINARY
 from tests.faults.job import DDP
 from tests.faults.jobs import JOB_FAULTS, JobFault
 
-__all__ = ["ALL", "OURS", "entry", "groups", "into_page", "newest_record", "table"]
+__all__ = ["ALL", "OURS", "counts", "entry", "into_page", "newest_record", "summary", "table"]
 
 OURS = "dpfuse"
-ALL: Sequence[Fault | JobFault] = [*FAULTS, *JOB_FAULTS]
+# With the defaults of dpfuse; only time-outs are shorter, on both sides.
+ALL: Sequence[Fault | JobFault] = [*(fault for fault in FAULTS if fault.options is not CHECKED), *JOB_FAULTS]
 BEGIN, END = "<!-- faults -->", "<!-- end of faults -->"
 RESULTS = ROOT / "bench" / "results"
 SUFFIX = "-faults.json"
-GROUPS = {
-    "1a": "models or options that differ between ranks",
-    "1b": "ranks that do different things, end or are silent",
-    "1c": "modules that change, other ways to call them",
-    "1e": "unusual tensors and numbers",
-    "1g": "weights that differ after a step",
-    "1f": "processes, launcher and checkpoints",
-}  # the beginning of a hazard -> what goes wrong
+HANDLED, SILENT = "handled", "wrong without a word"
+HANGS, LATE = "hangs", "an error that comes late or without the cause"
+KINDS = {
+    **dict.fromkeys((Outcome.RIGHT, Outcome.NAMED, Outcome.WARNED), HANDLED),
+    **dict.fromkeys((Outcome.HANG, Outcome.ORPHANS), HANGS),
+    Outcome.CORRUPT: SILENT,
+}  # what counts as what; all others are `LATE`
 
 
 def entry(fault: Fault | JobFault, face: str, verdict: Verdict) -> Entry:
@@ -50,54 +51,44 @@ def newest_record() -> Path | None:
     return max(RESULTS.glob(f"*{SUFFIX}"), default=None)
 
 
-def table(measurements: Iterable[Mapping[str, Any]]) -> str:
-    """Fault, outcome, seconds; dpfuse and DDP. In Markdown."""
-    rows = _by_fault(measurements)
-    lines = ["| fault | what happens | dpfuse | s | torch | s |", "| --- | --- | --- | --- | --- | --- |"]
-    for name, faces in rows.items():
-        cells = [f"`{name}`", next(iter(faces.values()))["info"]["done"]]
-        for face in (OURS, DDP):
-            measured = faces.get(face)
-            cells += ["", ""] if measured is None else [measured["info"]["outcome"], f"{measured['median']:.1f}"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", _summary(rows)])
-
-
-def groups(measurements: Sequence[Mapping[str, Any]]) -> str:
-    """For each group of faults: how many there are, and in how many each wrapper does what is expected. In Markdown."""
-    lines = ["| what goes wrong | faults | dpfuse as expected | torch as expected | torch wrong in silence |"]
-    lines.append("| --- | --- | --- | --- | --- |")
-    for begin, title in GROUPS.items():
-        infos = {
-            face: [
-                measured["info"]
-                for measured in measurements
-                if measured["variant"] == face and measured["info"]["hazard"].startswith(begin)
-            ]
-            for face in (OURS, DDP)
-        }
-        expected = [sum(info["as_expected"] for info in infos[face]) for face in (OURS, DDP)]
-        silent = sum(info["outcome"] == Outcome.CORRUPT.value for info in infos[DDP])
-        count = max(len(infos[OURS]), len(infos[DDP]))
-        lines.append(f"| {title} | {count} | {expected[0]} | {expected[1]} | {silent} |")
-    return "\n".join([*lines, "", _summary(_by_fault(measurements))])
-
-
-def _by_fault(measurements: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Mapping[str, Any]]]:
+def handled(measurements: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Mapping[str, Any]]]:
+    """Of each fault, by name: what came of it with dpfuse, and the best that came of it with torch's wrapper."""
     rows: dict[str, dict[str, Mapping[str, Any]]] = {}
     for measured in measurements:
-        rows.setdefault(measured["case"], {})[measured["variant"]] = measured
+        if measured["case"] not in ORDINARY:
+            side = OURS if measured["variant"] == OURS else DDP
+            sides = rows.setdefault(measured["case"], {})
+            sides[side] = min((sides.get(side, measured), measured), key=_rank)
     return rows
 
 
-def _summary(rows: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
-    parts = []
-    for face, word in ((OURS, "dpfuse"), (DDP, "torch")):
-        measured = [faces[face] for faces in rows.values() if face in faces]
-        passed = sum(one["info"]["as_expected"] for one in measured)
-        parts.append(f"{word} does what is expected in {passed} of {len(measured)}")
-    silent = sum(DDP in faces and faces[DDP]["info"]["outcome"] == "silent corruption" for faces in rows.values())
-    return f"{'; '.join(parts)}, and is wrong in silence in {silent}."
+def counts(measurements: Iterable[Mapping[str, Any]], side: str) -> Counter[str]:
+    """How many faults end in which way."""
+    return Counter(_kind(faces[side]) for faces in handled(measurements).values() if side in faces)
+
+
+def table(measurements: Sequence[Mapping[str, Any]]) -> str:
+    """What goes wrong, and what comes of it with DDP and with dpfuse. In Markdown."""
+    lines = ["| What goes wrong | DDP | dpfuse |", "| --- | --- | --- |"]
+    for faces in handled(measurements).values():
+        cells = [next(iter(faces.values()))["info"]["done"]]
+        cells += [faces[side]["info"]["outcome"] if side in faces else "" for side in (DDP, OURS)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, "", *(f"{side}: {summary(measurements, side)}." for side in (DDP, OURS))])
+
+
+def summary(measurements: Iterable[Mapping[str, Any]], side: str) -> str:
+    """The counts in words, as the README has them."""
+    found = counts(measurements, side)
+    return ", ".join(f"{found[kind]} {kind}" for kind in (HANDLED, SILENT, LATE, HANGS) if found[kind])
+
+
+def _kind(measured: Mapping[str, Any]) -> str:
+    return KINDS.get(Outcome(measured["info"]["outcome"]), LATE)
+
+
+def _rank(measured: Mapping[str, Any]) -> int:
+    return list(Outcome).index(Outcome(measured["info"]["outcome"]))
 
 
 def into_page(page: str, text: str) -> str:

@@ -20,8 +20,8 @@ def seen(codes: Any = (0, 0), told: Any = (GOOD, GOOD), printed: Any = ("", ""),
     return Run(list(codes), list(ended), list(told), list(printed), 0)
 
 
-def off(value: float) -> list[dict[str, Any]]:
-    return [GOOD[0], {"at": 2.0, "off": value}, GOOD[2]]
+def off(value: float, steps: int = 1) -> list[dict[str, Any]]:
+    return [GOOD[0], *[{"at": 2.0, "off": value}] * steps, GOOD[2]]
 
 
 @pytest.mark.parametrize(
@@ -32,8 +32,12 @@ def off(value: float) -> list[dict[str, Any]]:
         (Outcome.CORRUPT, seen(told=(GOOD, off(float("inf"))))),
         (Outcome.CORRUPT, seen(told=(GOOD, off(float("nan"))))),
         # An error comes too late for an optimizer that has stepped.
-        (Outcome.CORRUPT, seen((1, 1), told=(off(0.1), GOOD), printed=(TOLD, TOLD))),
+        (Outcome.LATE, seen((1, 1), told=(off(0.1), GOOD), printed=(TOLD, TOLD))),
+        (Outcome.LATE, seen((1, 1), told=(off(0.1, 10), GOOD), printed=(TOLD, TOLD))),
+        (Outcome.CORRUPT, seen((1, 1), told=(off(0.1, 11), GOOD), printed=(TOLD, TOLD))),
+        (Outcome.CORRUPT, seen((None, 1), told=(GOOD, off(0.1, 11)))),
         (Outcome.CORRUPT, seen(told=([GOOD[0], {"at": 2.0, "same": [1]}, GOOD[2]], GOOD))),
+        (Outcome.WARNED, seen(told=([GOOD[0], {"at": 2.0, "same": [1]}, GOOD[2]], GOOD), printed=("", TOLD))),
         (Outcome.NAMED, seen((1, 1), printed=(TOLD, TOLD))),
         (Outcome.UNNAMED, seen((1, 1), printed=(TOLD, "Connection closed by peer"))),
         (Outcome.UNNAMED, seen((1, 0), printed=(TOLD, TOLD))),

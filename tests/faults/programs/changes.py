@@ -78,7 +78,7 @@ def inner_module_called(job: Job) -> None:
 
 def two_backwards(job: Job) -> None:
     model = job.wrap(Net())
-    for _ in range(3):
+    for _ in range(12):
         truth = job.truth(model.module, micro_batches=2)
         model.zero_grad()
         losses = [plain_loss(model, job.batch(number=job.number + micro), job.rank) for micro in range(2)]

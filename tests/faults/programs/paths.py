@@ -32,13 +32,13 @@ def unused_everywhere(job: Job) -> None:
 
 def unused_now_and_then(job: Job) -> None:
     model = job.wrap(Net())
-    for number in range(4):
+    for number in range(14):
         job.step(model, run=without_layer_on((number % 2,)) if number else plain_loss)
 
 
 def no_sync_one_rank(job: Job) -> None:
     model = job.wrap(Net())
-    for number in range(5):
+    for number in range(14):
         if number == 2 and job.rank == 1:
             job.plant()
             with model.no_sync():
@@ -69,12 +69,12 @@ def skipped_micro_batch(job: Job) -> None:
     model = job.wrap(Net())
     windows(job, model, 2, 2)
     job.plant()
-    windows(job, model, 1 if job.rank == 1 else 2, 2)
+    windows(job, model, 1 if job.rank == 1 else 2, 12)
 
 
 def skipped_backward(job: Job) -> None:
     model = job.wrap(Net())
-    for number in range(5):
+    for number in range(14):
         if number == 2 and job.rank == 1:
             job.plant()
             plain_loss(model, job.batch(), 1)  # its loss is not liked, so no backward
@@ -85,7 +85,7 @@ def skipped_backward(job: Job) -> None:
 
 def exception_caught(job: Job) -> None:
     model = job.wrap(Net())
-    for number in range(5):
+    for number in range(14):
         if number == 2 and job.rank == 1:
             job.plant()
             with suppress(RuntimeError):
@@ -99,8 +99,9 @@ def wrappers_swapped(job: Job) -> None:
     for model in models:
         job.step(model)
     job.plant()
-    for model in models[::-1] if job.rank == 1 else models:
-        job.step(model)
+    for _ in range(12):
+        for model in models[::-1] if job.rank == 1 else models:
+            job.step(model)
 
 
 def uneven_steps(job: Job) -> None:
@@ -160,7 +161,7 @@ def exception_mid_backward_caught(job: Job) -> None:
         raise KeyError("planted")
 
     model = job.wrap(Fused(job, blow))
-    for _ in range(5):
+    for _ in range(14):
         try:
             job.step(model)
         except (KeyError, dpfuse.DPFuseError):

@@ -150,4 +150,4 @@ def nan_one_rank(job: Job) -> None:
 
     model = job.wrap(Net())
     model.module.layers[1].weight.register_hook(spoil)
-    job.steps(model, 4)
+    job.steps(model, 14)
