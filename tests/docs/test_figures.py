@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from tests.docs.pages import ROOT, pages, tutorials
+from tests.faults.faults import ORDINARY
+from tests.faults.job import DDP
+from tests.faults.report import OURS, summary
 
 RESULTS = ROOT / "bench/results"
 PERFORMANCE = ROOT / "docs/reference/records.md"
 RUNS = ["cpu2-2026-11-24-1", "cpu2-2026-11-24-2"]  # of `make bench`
-SHARDED, CHECKS, FAULTS = "cpu2-2026-11-24-sharded", "cpu2-2026-11-27-checks", "cpu2-2026-11-26-faults"
+SHARDED, CHECKS, FAULTS = "cpu2-2026-11-24-sharded", "cpu2-2026-11-27-checks", "cpu2-2026-11-29-faults"
 DEEPSPEED, NEWER = "cpu2-2026-11-24-step-deepspeed", "cpu2-2026-11-24-step-torch-2.15"
 PAIRS = ("pair 1000 tiny", "pair 100 MB large", "pair CNN", "pair transformer")
 VIEWS, DROP_IN = "dpfuse views", "dpfuse private"
@@ -184,6 +186,7 @@ STEPS = {
     "one H100, ResNet-50, 64 images": (H100, "cuda ResNet-50 b64"),
     "one H100, BERT-large, 8 sequences": (H100, "cuda BERT-large b8"),
     "two ranks on two CPU cores, 1000 parameters of 16 elements": (ON_CPU, "pair 1000 tiny"),
+    "two ranks on two CPU cores, a CNN of 4 MB": (ON_CPU, "pair CNN"),
     "two ranks on two CPU cores, a transformer of 13 MB": (ON_CPU, "pair transformer"),
     "two ranks on two CPU cores, 100 MB in 25 layers": (ON_CPU, "pair 100 MB large"),
 }
@@ -198,23 +201,30 @@ def test_a_step_of_the_readme_is_that_of_its_record(begin):
         return f"{found[DROP_IN][key] / min(found[peer][key] for peer in peers):.2f}"
 
     modes = [variant for variant in found if variant.startswith(("DDP", "FSDP2"))]
-    cells = [over(peers, "median") for peers in (["DDP default"], modes)]
-    if name == H100:
-        lowest = [over(peers, "min") for peers in (["DDP default"], modes)]
-        cells = [f"{fastest} ({median})" for fastest, median in zip(lowest, cells, strict=True)]
+    cells = [f"{over(peers, 'median')} ({over(peers, 'min')})" for peers in (["DDP default"], modes)]
     assert f"| {begin} | {' | '.join(cells)} |" in README
-    assert name in README
+
+
+@pytest.mark.parametrize("name", [H100, ON_CPU])
+def test_the_readme_says_how_many_goals_a_record_misses(name):
+    goals = record(name)["goals"]
+    text = " ".join(README.split())
+    assert f"`bench/results/{name}.json`; it misses {goals['missed']} of {sum(goals.values())}" in text
+
+
+def test_the_readme_says_what_few_parameters_cost():
+    cases = [f"host {kind} 10" for kind in ("chain", "fan", "linear")]
+    found = [*ratios(cases, "extra over bare, dpfuse views / the best peer", [ON_CPU])]
+    found += ratios(cases, "extra over bare, dpfuse private / the best peer", [ON_CPU])
+    assert f"adds {min(found):.2f} to {max(found):.2f} times what DDP's fastest mode adds" in README
 
 
 def test_the_readme_counts_the_faults_of_its_record():
-    outcomes = {name: Counter() for name in ("dpfuse", "DDP")}
-    for row in record(FAULTS)["measurements"]:
-        outcomes[row["variant"]][row["info"]["outcome"]] += 1
-    handled = {name: found["right"] + found["named error"] for name, found in outcomes.items()}
-    (row,) = (line for line in README.splitlines() if "faults on real processes" in line)
-    figures = [int(figure) for figure in re.findall(r"\d+", row)]
-    total, silent = outcomes["dpfuse"].total(), outcomes["DDP"]["silent corruption"]
-    assert figures == [total, handled["DDP"], silent, total - handled["DDP"] - silent, handled["dpfuse"]]
+    measurements = record(FAULTS)["measurements"]
+    cells = [summary(measurements, side) for side in (DDP, OURS)]
+    (row,) = (line for line in README.splitlines() if "played on real ranks" in line)
+    assert row.endswith(f"| {' | '.join(cells)} |")
+    assert row.startswith(f"| [{len({one['case'] for one in measurements} - ORDINARY)} faults](")
     assert FAULTS in README
 
 
