@@ -1,4 +1,4 @@
-"""A whole training step in one CUDA graph, as in docs/train/cuda_graphs.md: replays are the eager steps, bitwise."""
+"""A whole training step in one CUDA graph, as in docs/train/data_parallel.md: replays are the eager steps, bitwise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many steps docs/train/cuda_graphs.md asks for, without a GPU: kernels in the interpreter, a simulated capture.
+"""How many steps docs/train/data_parallel.md asks for, without a GPU: kernels in the interpreter, a simulated capture.
 
 In a capture no address may be uploaded and nothing may be read from the device; both are refused as on a GPU.
 """
