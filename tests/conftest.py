@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import os
 from collections.abc import Callable, Generator, Iterator
 from inspect import signature
 from multiprocessing.spawn import get_executable
@@ -19,6 +20,10 @@ from tests.warm import warm_python
 # Tensors of tests are small, and other tests run on the other cores. Threads that wait there for each other take longer
 # than one thread for all of it.
 torch.set_num_threads(1)
+
+# What an earlier test has left may hold a process group. A forked worker of a DataLoader must not take that apart: the
+# group's threads are not there, and the worker hangs or crashes.
+os.register_at_fork(after_in_child=gc.freeze)
 
 
 @pytest.hookimpl(wrapper=True)

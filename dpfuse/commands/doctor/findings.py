@@ -36,7 +36,6 @@ from dpfuse.findings import (
     WEIGHTS,
     ZEROED_IN_WINDOW,
 )
-from dpfuse.loop.same_rates import REMEDY as RATES_REMEDY
 from dpfuse.trace.trace_file import BEFORE_STEP, HELD, MODULE_BUFFERS, RankTrace
 from dpfuse.weights.finding import kind_in
 
@@ -170,6 +169,8 @@ def _with_the_step(said: Finding, exact: Finding | None) -> Finding:
 
 def _with_the_rates(said: Finding, run: Run) -> Finding:
     """Return what dpfuse has said of learning rates that differ, with that of each rank."""
+    from dpfuse.loop.same_rates import REMEDY as RATES_REMEDY  # it imports torch
+
     for step in range(run.steps if said.code == OTHER_RATES else 0):
         lines = {rank: trace.steps[step] for rank, trace in run.traces.items()}
         rates = {rank: ", ".join(str(group.get("lr")) for group in line["settings"]) for rank, line in lines.items()}

@@ -171,8 +171,11 @@ def test_another_file_is_no_checkpoint(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"is not a checkpoint of dpfuse\.save_checkpoint; load it with torch\.load"):
         read_newest(tmp_path)
     torch.save({"state_dict": 1}, path)
-    with pytest.raises(DamagedFileError, match=r"it is cut short, or dpfuse\.save_checkpoint has not written it"):
+    with pytest.raises(
+        ValueError, match=r"was not written by dpfuse\.save_checkpoint.* Read it with torch\.load"
+    ) as told:
         read_whole(path)
+    assert not isinstance(told.value, DamagedFileError)  # in whose place an earlier file is loaded
 
 
 def test_a_later_format_is_told_of(tmp_path, monkeypatch):
