@@ -10,7 +10,7 @@ import pytest
 from dpfuse.commands.command_line import _parser, main
 from tests.docs.pages import ROOT, blocks_of, pages
 
-PAGE = ROOT / "docs" / "reference" / "commands.md"
+PAGE = ROOT / "docs" / "reference" / "environment.md"
 TRY_IT = ROOT / "docs" / "start" / "try_it.md"
 DOORS = ("dpfuse ", "python -m dpfuse ")
 
