@@ -37,6 +37,13 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.freeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _what_other_files_have_left() -> None:
+    """Keep it away from the collections of this file: after thousands of tests each would take a second."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Where a test is marked `one_in(count)`, leave one in so many of its cases to `make test`; the others are slow.
