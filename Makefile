@@ -72,10 +72,10 @@ test-programs:  ## 4,000 training programs made at random, beside gradients aver
 	$(ready)
 	$(python) -m tests.random_programs bench/results/random-programs-cpu$$(nproc)-$$(date +%F).txt
 
-test-failures:  ## a backward of one rank fails at every line and in its program: what all ranks do then; POLICY=SKIP for a part
+test-failures:  ## a backward of one rank fails at every line and in its program: what all ranks do then; POLICY=SKIP STEP=1 for a part
 	$(ready)
-	$(python) -m tests.distributed.failures.opening --turns --after 30 --stop 0 $(if $(POLICY),--policy $(POLICY)) \
-		--record bench/results/failures$(if $(POLICY),-$(POLICY))-cpu$$(nproc)-$$(date +%F).txt
+	$(python) -m tests.distributed.failures.opening --turns --after 30 --stop 0 $(if $(POLICY),--policy $(POLICY)) $(if $(STEP),--step $(STEP)) \
+		--record bench/results/failures$(if $(POLICY),-$(POLICY))$(if $(STEP),-$(STEP))-cpu$$(nproc)-$$(date +%F).txt
 
 test-public:  ## programs around public libraries, with torch's class and with ours, in an environment of their own
 	@$(MAKE) --no-print-directory .venv-public/.ready
