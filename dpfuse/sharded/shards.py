@@ -173,8 +173,12 @@ class Shards:
         failure = self._failure
         now = self._sharding.deliveries()
         buckets_changed = {*map(id, now)} != {id(shard.flat_params.delivery) for shard in self._shards}
-        with self._sharding.telling(STEP):
-            self.finish()
+        try:
+            with self._sharding.telling(STEP):
+                self.finish()
+        except Exception:
+            if failure is None:
+                raise  # else the program sees its own error first; that of the group comes again
         if failure is not None:
             self._failure = None
             if not isinstance(failure, Exception):
