@@ -35,7 +35,7 @@ class PhaseClock:
     """
 
     def __init__(self, waited: float = 0.0) -> None:
-        self.phase = LOADER  # the one that runs
+        self.phase = LOADER  # that runs now
         self.steps = 0  # that have ended
         self._thread = get_ident()
         self._seconds = [0.0] * _COLLECTION

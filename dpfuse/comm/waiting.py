@@ -133,7 +133,7 @@ class Board:
 
 
 class Track:
-    """What one wrapper writes on the board of its group. Without a board it writes on one that nothing reads."""
+    """Writes what one wrapper does on the board of its group. Without a heartbeat no rank reads that board."""
 
     def __init__(self, board: Board | None = None, number: int = 0, stall_timeout: float = inf) -> None:
         self._board = board or Board()

@@ -17,9 +17,7 @@ __all__ = ["REMEDY", "SameRates"]
 
 BITS = 8
 BACKWARDS = 2  # running
-REMEDY = (
-    "Step each schedule equally often on every rank, and let one that depends on a loss see the mean over the ranks."
-)
+REMEDY = "Step each schedule equally often on every rank, and give one that depends on a loss the mean over the ranks."
 
 
 class SameRates:
