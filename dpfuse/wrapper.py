@@ -50,6 +50,7 @@ from dpfuse.model.logs import show_chosen_logs
 from dpfuse.model.micro_loop import MicroLoop, common_seed, refuse_without_group, set_threads
 from dpfuse.model.module_sync import FaceParts, ModuleSync
 from dpfuse.model.options import SyncOptions
+from dpfuse.model.other_wrappers import look_for_other_wrappers
 from dpfuse.model.transforms import may_have_backward
 from dpfuse.stopping.deadline import deadline
 from dpfuse.stopping.request import own_reason, tell_program
@@ -155,7 +156,7 @@ class SyncedModule(nn.Module):
         if group is None:
             return
         if fresh:
-            _warn_of_wrappers_inside(self.module, self._options.ignored)
+            nested = _warn_of_wrappers_inside(self.module, self._options.ignored)
             self._agreed_buffers = agree_on_model(self.module, plan, self._options, group)
             if self._options.threads:
                 self._options = replace(self._options, seed=common_seed(group))
@@ -170,6 +171,7 @@ class SyncedModule(nn.Module):
             raise
         if fresh:
             votes.agree_on_text("", group, "wrapping the module")
+            look_for_other_wrappers(self._sync.grads, told=nested)
         else:
             self._sync.buffers.doubt()
         if log.isEnabledFor(logging.INFO):  # the table takes time to make
@@ -814,8 +816,8 @@ def _refuse_no_sync(sync: ModuleSync, what: str) -> None:
         refuse("no_sync", f"rank {sync.grads.group.rank()}: {what} with", sync.in_use)
 
 
-def _warn_of_wrappers_inside(module: nn.Module, ignored: Collection[str]) -> None:
-    """Warn if something averages the gradients of `module`, or of a part of it, already.
+def _warn_of_wrappers_inside(module: nn.Module, ignored: Collection[str]) -> bool:
+    """Warn if something averages the gradients of `module`, or of a part of it, already; return whether it does.
 
     The wrapper that is being made leaves the parameters in `ignored` alone.
     """
@@ -833,7 +835,8 @@ def _warn_of_wrappers_inside(module: nn.Module, ignored: Collection[str]) -> Non
                 "both wrappers, which takes twice the time. Wrap the bare module (.module), and wrap it once: not by "
                 "hand if a library such as accelerate wraps it, and not after dpfuse.replicate()."
             )
-            return
+            return True
+    return False
 
 
 def wrapper_of(model: nn.Module) -> SyncedModule | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+import torch.distributed as dist
 from torch import Tensor
 
 from dpfuse.findings import Level
@@ -17,6 +18,7 @@ class LoopFacts:
     Args:
         params: returns its parameters that are averaged, by name.
         rank: of this process.
+        group: of processes that average.
         on_gpu: whether the parameters are on a GPU.
         level: what becomes of a finding.
 
@@ -30,12 +32,14 @@ class LoopFacts:
         self,
         params: Callable[[], Mapping[str, Tensor]],
         rank: int,
+        group: dist.ProcessGroup,
         *,
         on_gpu: bool,
         level: Level,
     ) -> None:
         self.params = params
         self.rank = rank
+        self.group = group
         self.on_gpu = on_gpu
         self.level: Level = level
         self.averages = self.others = 0

@@ -263,7 +263,7 @@ class LoopCheck(Feature):
             return dict(zip(names_of(grads.plan), map(leaf_of, grads.params), strict=True))
 
         on_gpu = grads.params[0].is_cuda
-        self._facts = facts = LoopFacts(params, self._rank, on_gpu=on_gpu, level=self._level)
+        self._facts = facts = LoopFacts(params, self._rank, grads.group, on_gpu=on_gpu, level=self._level)
         found = best_of({name: param for name, param in params().items() if is_plain(param)})
         some = found[:: max(1, -(-len(found) // SPARES))]
         self._spares = [WatchedGradient(param, name, self._rank) for name, param in some]

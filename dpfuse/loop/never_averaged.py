@@ -1,0 +1,119 @@
+"""DPF-L02 where nothing at all is averaged: the ranks compare the weights they had, once, without a collective."""
+
+from __future__ import annotations
+
+import atexit
+import json
+from collections import Counter
+from datetime import timedelta
+from weakref import ref
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+
+from dpfuse.engine.torch_private import default_store
+from dpfuse.findings import NOTHING_AVERAGED, findings
+from dpfuse.loop.facts import LoopFacts
+from dpfuse.loop.watched_gradient import Sample, WatchedGradient, sample_of
+
+__all__ = ["NeverAveraged"]
+
+STEPS = 1_000  # after which the ranks compare, unless the process ends before
+AGAIN = 64  # steps between two looks whether the others have got there
+PATIENCE = timedelta(seconds=2)  # for the others, at the end of the process
+
+_numbers: Counter[str] = Counter()  # of models that have the same ranks and parameter
+_to_compare: set[NeverAveraged] = set()  # at the end of the process
+
+
+class NeverAveraged:
+    """Remembers a few elements of one parameter before each step, as long as no gradient of its model was averaged.
+
+    Such steps may be right. Local SGD averages weights, after hundreds of steps. Some optimizers communicate inside
+    their steps, and some hooks inside no_sync(). In all of these, two ranks have equal weights at some time. So the
+    finding is told only if no two ranks ever had any in common, but for those they began with. Each rank puts what it
+    had into the store of the job. Whoever finds that of all ranks there compares.
+
+    Args:
+        watched: a gradient of the optimizer; the parameter is its own.
+        facts: of the model.
+        optimizer: the name of its class.
+    """
+
+    def __init__(self, watched: WatchedGradient, facts: LoopFacts, optimizer: str) -> None:
+        self._param = ref(watched.param)
+        self._level, self._rank, self._optimizer = facts.level, facts.rank, optimizer
+        self._store = default_store()  # a program may destroy the group before it ends
+        ranks = dist.get_process_group_ranks(facts.group)
+        model = f"dpfuse/{NOTHING_AVERAGED}/{ranks}/{watched.name}"
+        self._keys = {rank: f"{model}/{_numbers[model]}/{rank}" for rank in ranks}
+        _numbers[model] += 1
+        self._samples: list[Sample] = []
+
+    def before_step(self, step: int) -> bool:
+        """Remember the weights before this step, counted from 1; return False once the ranks have compared."""
+        if step <= STEPS:
+            self._remember()
+        if step == STEPS:
+            self._send()
+        if step > STEPS and step % AGAIN == 0 and self._store.check(list(self._keys.values())):
+            self._compare()
+            return False
+        return True
+
+    def compare_at_exit(self) -> None:
+        """Compare at the end of the process, if it comes before."""
+        _to_compare.add(self)
+
+    def stop(self) -> None:
+        """Compare nothing: a gradient was averaged."""
+        _to_compare.discard(self)
+
+    def at_exit(self) -> None:
+        """Compare with the ranks that get here soon."""
+        if len(self._samples) < STEPS:
+            self._remember()
+            self._send()
+        self._store.wait(list(self._keys.values()), PATIENCE)
+        self._compare()
+
+    def _remember(self) -> None:
+        param = self._param()
+        if param is not None:
+            self._samples.append(sample_of(param))
+
+    def _send(self) -> None:
+        first, *others = map(_hash, self._samples)
+        mine = set(others) - {first}  # a schedule may begin with steps of length 0
+        self._store.set(self._keys[self._rank], json.dumps([*mine]))
+
+    def _compare(self) -> None:
+        self.stop()
+        had = [json.loads(text) for text in self._store.multi_get(list(self._keys.values()))]
+        ranks_with = Counter(each for of_rank in had for each in of_rank)
+        if not all(had) or max(ranks_with.values()) > 1:
+            return
+        findings.tell(
+            NOTHING_AVERAGED,
+            f"rank {self._rank}: no backward was synchronised since the model was wrapped. In {len(self._samples) - 1} "
+            f"steps of {self._optimizer} no two ranks had the same weights; expected the same weights on all ranks "
+            "after each step. Leave no_sync(), or set require_backward_grad_sync to True, before the forward of the "
+            "last batch before a step.",
+            self._level,
+        )
+
+
+def _hash(sample: Sample) -> int:
+    """Return a hash of these elements. It waits for the device."""
+    memory = sample.memory
+    return crc32(memory if isinstance(memory, bytes) else memory.cpu().view(torch.uint8).numpy().data)
+
+
+@atexit.register
+def _at_exit() -> None:
+    for each in tuple(_to_compare):
+        try:
+            each.at_exit()
+        except Exception:  # a rank or its store has ended before, or waits for another model: nothing can be compared
+            each.stop()

@@ -1,0 +1,54 @@
+"""Is a training told, in real processes that end, whose ranks train apart because no backward is synchronised?"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.distributed.processes import SCRIPTS, launch
+
+TOLD = re.compile(
+    r"LoopWarning: DPF-L02: rank (\d): no backward was synchronised since the model was wrapped\. In (\d+) steps of "
+    r"SGD no two ranks had the same weights; expected the same weights on all ranks after each step\. Leave no_sync\(\)"
+)
+ENDED = "the training has ended"
+
+
+def errors_of(ranks, *arguments):
+    done = launch("--nproc_per_node", ranks, SCRIPTS / "never_averaged.py", *arguments, warm_ranks=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count(ENDED) == ranks, done.stderr
+    return done.stderr
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_end_of_the_process_tells_that_ranks_have_trained_apart(ranks):
+    errors = errors_of(ranks, "apart", 30)
+    told = TOLD.findall(errors)
+    assert {int(rank) for rank, _ in told} == set(range(ranks)), errors
+    assert {steps for _, steps in told} <= {"29", "30"}
+
+
+def test_a_long_training_is_told_before_its_end():
+    errors = errors_of(2, "apart", 300, 40)
+    told = [found.start() for found in TOLD.finditer(errors)]
+    assert told, errors
+    assert min(told) < errors.index(ENDED)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("local_sgd", 30),
+        ("local_sgd", 120, 40),
+        ("in_hooks", 30),
+        ("in_the_step", 30),
+        ("same_batches", 30),
+        ("one_average", 30),
+        ("apart", 19),
+    ],
+    ids=str,
+)
+def test_nothing_is_told_of_ranks_that_had_the_same_weights_or_hardly_trained(arguments):
+    assert "DPF-L02" not in errors_of(2, *arguments)
