@@ -33,7 +33,7 @@ class NeverAveraged:
     Such steps may be right. Local SGD averages weights, after hundreds of steps. Some optimizers communicate inside
     their steps, and some hooks inside no_sync(). In all of these, two ranks have equal weights at some time. So the
     finding is told only if no two ranks ever had any in common, but for those they began with. Each rank puts what it
-    had into the store of the job. Whoever finds that of all ranks there compares.
+    had into the store of the job. A rank that finds there what all have put compares.
 
     Args:
         watched: a gradient of the optimizer; the parameter is its own.

@@ -18,6 +18,7 @@ from tests.loops import right, wrong
 
 CODES = sorted({code for code, _ in wrong.PROGRAMS.values()})
 LOGGED = ("DPF-L02", "DPF-L09")
+AT_THE_END = "since the model was wrapped"  # of the process, so another test reads it
 OF_THE_DOCTOR = ("DPF-L03", "DPF-L06", *(f"DPF-L{number}" for number in range(10, 16)))
 PAGE = ROOT / "docs/wrong/loops.md"
 
@@ -93,7 +94,7 @@ def test_each_wrong_loop_is_named_on_every_rank_as_the_page_shows(ranks, code):
     assert codes == {name: [[code]] * len(told) for name in names}
     texts = {plain(text) for said in told[0].values() for _, text in said}
     assert shown(code)
-    assert [text for text in shown(code) if text not in texts] == []
+    assert [text for text in shown(code) if text not in texts and AT_THE_END not in text] == []
 
 
 def test_the_page_has_a_section_for_each_finding():
