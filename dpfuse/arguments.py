@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import operator
+import os
 from numbers import Real
 from typing import Any
 
-__all__ = ["a_callable", "instance", "integer", "real"]
+__all__ = ["a_callable", "a_path", "flag", "instance", "integer", "real"]
 
 
 def instance(name: str, value: Any, kinds: type | tuple[type, ...], wanted: str, remedy: str = "") -> None:
@@ -19,6 +20,21 @@ def a_callable(name: str, value: Any, wanted: str, remedy: str = "") -> None:
     """Raise TypeError unless `value` can be called."""
     if not callable(value):
         _refuse(name, value, wanted, remedy)
+
+
+def a_path(name: str, value: Any, example: str) -> None:
+    """Raise TypeError unless `value` is a path of a file or folder, such as `example`."""
+    instance(name, value, (str, os.PathLike), "a path", f"pass for example {example!r}")
+
+
+def flag(name: str, value: Any) -> bool:
+    """Return `value`, which must be True or False.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    instance(name, value, bool, "True or False", f"pass for example {name}=True")
+    return bool(value)
 
 
 def real(name: str, value: Any, wanted: str = "a number", remedy: str = "") -> None:

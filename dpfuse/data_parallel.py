@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import nn
 
+from dpfuse.arguments import flag, instance
 from dpfuse.comm.collective import resolve_group
 from dpfuse.engine.user_line import warn_at_user
 from dpfuse.errors import DPFuseError
@@ -141,7 +143,9 @@ class DataParallel(SyncedModule):
 
         Source: `paddle.DataParallel.state_dict`.
         """
-        if not include_sublayers:
+        instance("destination", destination, (MutableMapping, NoneType), "a dict to fill, or None")
+        instance("prefix", prefix, str, "a text", "pass for example 'net.'")
+        if not flag("include_sublayers", include_sublayers):
             destination = OrderedDict() if destination is None else destination
             self.module._save_to_state_dict(destination, prefix, keep_vars)
             return destination

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch.utils.data import Dataset, Sampler
 
-from dpfuse.arguments import integer
-from dpfuse.data.order import Order, boolean
+from dpfuse.arguments import flag, integer
+from dpfuse.data.order import Order
 from dpfuse.data.place import Place
 from dpfuse.data.position import Resumable
 
@@ -77,7 +77,7 @@ class ResumableBatchSampler(Resumable, Sampler[list[int]]):
         # samples.
         self._most = integer("batch_size", batch_size, 1)
         self._place = Place(num_replicas, rank)
-        self.drop_last = boolean("drop_last", drop_last)
+        self.drop_last = flag("drop_last", drop_last)
         self._for_all = False  # whether to yield the batches of all ranks, in turn
 
     @property

@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from dpfuse.arguments import integer
-from dpfuse.data.order import boolean
+from dpfuse.arguments import flag, integer
 from dpfuse.data.place import Place
 from dpfuse.data.position import Resumable
 
@@ -67,15 +66,16 @@ class ResumableIterableDataset(Resumable, IterableDataset[Sample]):
         rank: int | None = None,
         drop_last: bool = False,
     ) -> None:
-        if not isinstance(dataset, Iterable) or isinstance(dataset, Iterator):
+        if not isinstance(dataset, Iterable) or isinstance(dataset, (str, Iterator)):
             raise TypeError(
-                f"dataset must be iterable, again for each epoch, got {type(dataset).__name__}; pass an IterableDataset"
+                f"dataset must give samples, again for each epoch, got {type(dataset).__name__}; "
+                "pass an IterableDataset"
             )
         super().__init__({})
         self.dataset = dataset
         self.batch_size = integer("batch_size", batch_size, 1)
         self._place = Place(num_replicas, rank)
-        self.drop_last = boolean("drop_last", drop_last)
+        self.drop_last = flag("drop_last", drop_last)
         # For workers: those that persist have no other way to hear of a new epoch, and where it begins.
         self._epoch_and_start = torch.zeros(2, dtype=torch.int64, device="cpu").share_memory_()
         self._iterated = torch.zeros((), dtype=torch.bool, device="cpu").share_memory_()

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch.utils.data import Dataset, DistributedSampler, IterableDataset
 
-from dpfuse.arguments import integer
+from dpfuse.arguments import flag, integer
 
-__all__ = ["Order", "boolean"]
+__all__ = ["Order"]
 
 
 class Order:
@@ -29,13 +29,13 @@ class Order:
     """
 
     def __init__(self, dataset: Dataset[Any] | Sized, shuffle: bool, seed: int, *, instead: str) -> None:
-        if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
-            raise TypeError(f"dataset must have a length, got {type(dataset).__name__}; {instead}")
+        if isinstance(dataset, (str, IterableDataset)) or not isinstance(dataset, Sized):
+            raise TypeError(f"dataset must have samples and a length, got {type(dataset).__name__}; {instead}")
         self._sampler: DistributedSampler[Any] = DistributedSampler(
             dataset,  # type: ignore[arg-type]  # anything with a length
             num_replicas=1,
             rank=0,
-            shuffle=boolean("shuffle", shuffle),
+            shuffle=flag("shuffle", shuffle),
             seed=integer("seed", seed, 0),
         )
         self.samples = len(dataset)
@@ -45,14 +45,3 @@ class Order:
         """Return the indices of all samples, in the order of an epoch."""
         self._sampler.set_epoch(epoch)
         return list(self._sampler)
-
-
-def boolean(name: str, value: Any) -> bool:
-    """Return `value`, which must be True or False.
-
-    Raises:
-        TypeError: it is neither.
-    """
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {value!r} of type {type(value).__name__}")
-    return value

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch.multiprocessing.spawn import ProcessContext, ProcessException
 
+from dpfuse.arguments import real
 from dpfuse.errors import DPFuseError
 from dpfuse.job.descendants import Descendant, descendants, kill_descendants
 from dpfuse.job.failure import RankFailure, explained, first_failure, shown
@@ -129,8 +130,11 @@ class SpawnContext:
             DPFuseError: a rank failed. The text names the rank that failed first and shows its traceback. The
                 error's `__cause__` is torch's ProcessExitedException for the rank that torch saw end first; that
                 may be a peer whose connection was closed.
+            TypeError: `timeout` is no number.
             KeyboardInterrupt: the user pressed Ctrl-C; the ranks were ended.
         """
+        if timeout is not None:
+            real("timeout", timeout, "a number of seconds, or None")
         try:
             self._watch(timeout)
             done = self._context.join(0, grace_period=GRACE_SECONDS)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from dpfuse.arguments import flag
 from dpfuse.comm import votes
 from dpfuse.comm.collective import is_registered, resolve_group
 from dpfuse.comm.failed import has_raised
@@ -219,11 +220,7 @@ class _Options:
     def check(self) -> None:
         """Raise TypeError or ValueError for an option that cannot be used."""
         check_bucket_size(self.bucket_size)
-        if not isinstance(self.deterministic, bool):
-            raise TypeError(
-                f"deterministic must be True or False, got {self.deterministic!r} of type "
-                f"{type(self.deterministic).__name__}"
-            )
+        flag("deterministic", self.deterministic)
         averaging_for("float32", 1, self.scale)
         Wire.of(self.wire_dtype)
 

@@ -97,7 +97,8 @@ def check_mapping(state_dict: Any, caller: str) -> None:
             else ("Pass what state_dict() or dpfuse.paddle.load() returned.")
         )
         raise TypeError(
-            f"{caller} got a {type(state_dict).__name__}, expected a dict of tensors or arrays by name. {remedy}"
+            f"state_dict of {caller}: got a {type(state_dict).__name__}, expected a dict of tensors or arrays by name. "
+            f"{remedy}"
         )
 
 

@@ -79,8 +79,8 @@ class BatchModel:
             stepper.wrap()
         self.mode = "train"
         with network_mode(self.network, training=True):
-            targets = stepper.to_device(as_list(labels))
-            outputs, losses = stepper.train(stepper.to_device(as_list(inputs)), targets, update)
+            targets = stepper.to_device(as_list(labels), "labels hold")
+            outputs, losses = stepper.train(stepper.to_device(as_list(inputs), "inputs hold"), targets, update)
         return self._result(outputs, losses, targets)
 
     def eval_batch(self, inputs: Any, labels: Any = None) -> Any:
@@ -88,15 +88,18 @@ class BatchModel:
         stepper = self._stepper
         self.mode = "eval"
         with network_mode(self.network, training=False), torch.no_grad():
-            targets = stepper.to_device(as_list(labels))
-            outputs = stepper.forward(stepper.to_device(as_list(inputs)))
+            targets = stepper.to_device(as_list(labels), "labels hold")
+            outputs = stepper.forward(stepper.to_device(as_list(inputs), "inputs hold"))
             return self._result(outputs, stepper.losses(outputs, targets), targets)
 
     def predict_batch(self, inputs: Any) -> list[Any]:
         """Return the outputs for one batch of this rank as arrays, without communication."""
         self.mode = "test"
         with network_mode(self.network, training=False):
-            return [to_numpy(output) for output in self._stepper.forward(self._stepper.to_device(as_list(inputs)))]
+            return [
+                to_numpy(output)
+                for output in self._stepper.forward(self._stepper.to_device(as_list(inputs), "inputs hold"))
+            ]
 
     def _result(self, outputs: list[Tensor], losses: list[Tensor], labels: list[Tensor]) -> Any:
         updates = self._meters.update(outputs, labels)

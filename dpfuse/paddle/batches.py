@@ -23,6 +23,7 @@ from torch.utils.data import (
 )
 
 from dpfuse import get_rank
+from dpfuse.arguments import integer
 from dpfuse.paddle.collectives import gather_rows, world_size
 from dpfuse.paddle.io import DistributedBatchSampler
 
@@ -60,6 +61,7 @@ class Batches:
     ) -> None:
         self.name = name
         self.batch_size = batch_size
+        integer("num_workers", num_workers, 0)
         if isinstance(data, Dataset):
             if isinstance(data, IterableDataset) and world_size() > 1:
                 raise TypeError(

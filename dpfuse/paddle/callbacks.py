@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dpfuse import get_rank
-from dpfuse.arguments import integer
+from dpfuse.arguments import a_path, flag, instance, integer, real
 from dpfuse.paddle.callback_base import Callback, Logs
 from dpfuse.paddle.counterparts import lacks
 from dpfuse.paddle.epoch_display import EpochDisplay
@@ -84,6 +84,8 @@ class ModelCheckpoint(Callback):
 
     def __init__(self, save_freq: int = 1, save_dir: str | os.PathLike[str] | None = None) -> None:
         self.save_freq = integer("save_freq", save_freq, 1)
+        if save_dir is not None:
+            a_path("save_dir", save_dir, "checkpoint")
         self.save_dir = save_dir
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
@@ -127,7 +129,7 @@ class LRScheduler(Callback):
                 f"scheduler must be one of torch.optim.lr_scheduler that steps without a metric, got "
                 f"{type(scheduler).__name__}; write a Callback that steps it in on_eval_end"
             )
-        if by_step == by_epoch:
+        if flag("by_step", by_step) == flag("by_epoch", by_epoch):
             raise ValueError(
                 f"got by_step={by_step} and by_epoch={by_epoch}, expected exactly one of them; pass by_step=False, "
                 "by_epoch=True to step after epochs"
@@ -175,8 +177,14 @@ class EarlyStopping(Callback):
     ) -> None:
         if mode not in ("auto", "min", "max"):
             raise ValueError(f"mode: got {mode!r}, expected 'auto', 'min' or 'max'")
+        instance("monitor", monitor, str, "the name of a value", "pass for example 'loss'")
+        instance("verbose", verbose, int, "0 or 1")
+        real("min_delta", min_delta)
+        if baseline is not None:
+            real("baseline", baseline, "a number or None")
+        flag("save_best_model", save_best_model)
         self.monitor = monitor
-        self.patience = patience
+        self.patience = integer("patience", patience, 0)
         self.verbose = verbose
         self.min_delta = abs(min_delta)
         self.baseline = baseline

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 import dpfuse
+from dpfuse.paddle.checks import instance
 
 __all__ = ["DataParallel"]
 
@@ -87,7 +88,8 @@ class DataParallel(dpfuse.DataParallel):
 
         Source: `paddle.DataParallel.state_dict`.
         """
-        name_prefix = prefix + structured_name_prefix
+        instance("structured_name_prefix", structured_name_prefix, str, "pass for example 'net.'")
+        name_prefix = instance("prefix", prefix, str) + structured_name_prefix
         return super().state_dict(destination, include_sublayers, prefix=name_prefix, keep_vars=keep_vars)
 
     def clear_gradients(self, set_to_zero: bool = False) -> None:

@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from dpfuse import DPFuseError, get_rank, get_world_size
-from dpfuse.arguments import integer
-from dpfuse.data.order import boolean
+from dpfuse.arguments import flag, integer
 from dpfuse.paddle.counterparts import lacks
 
 __all__ = ["DataLoader", "Dataset", "DistributedBatchSampler"]
@@ -59,10 +58,10 @@ class DistributedBatchSampler(Sampler[list[int]]):
         shuffle: bool = False,
         drop_last: bool = False,
     ) -> None:
-        if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
+        if isinstance(dataset, (str, IterableDataset)) or not isinstance(dataset, Sized):
             raise TypeError(
-                f"dataset must have a length, got {type(dataset).__name__}, which cannot be distributed by index; pass "
-                "a map-style dataset, or split the stream by rank inside it"
+                f"dataset must have samples and a length, got {type(dataset).__name__}, which cannot be distributed by "
+                "index; pass a map-style dataset, or split the stream by rank inside it"
             )
         self.dataset = dataset
         self.batch_size = integer("batch_size", batch_size, 1)
@@ -73,8 +72,8 @@ class DistributedBatchSampler(Sampler[list[int]]):
             raise ValueError(f"rank must be below num_replicas={self.nranks}, got {self.local_rank}")
         if len(dataset) == 0:
             raise ValueError("dataset is empty; expected at least one sample, to pad with")
-        self.shuffle = boolean("shuffle", shuffle)
-        self.drop_last = boolean("drop_last", drop_last)
+        self.shuffle = flag("shuffle", shuffle)
+        self.drop_last = flag("drop_last", drop_last)
         self.epoch = 0
         self.num_samples = -(-len(dataset) // self.nranks)
         self.total_size = self.num_samples * self.nranks

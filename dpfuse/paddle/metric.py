@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from dpfuse.arguments import integer
+from dpfuse.arguments import instance, integer
 from dpfuse.paddle.counterparts import lacks
 
 __all__ = ["Accuracy", "Metric", "accuracy"]
@@ -67,11 +68,12 @@ class Accuracy(Metric):
     """
 
     def __init__(self, topk: int | Sequence[int] = (1,), name: str | None = None) -> None:
-        self.topk = (topk,) if isinstance(topk, int) else tuple(topk)
+        self.topk = tuple(topk) if isinstance(topk, Iterable) else (topk,)
         if not self.topk:
             raise ValueError("topk is empty; pass k, or a tuple such as (1, 5)")
         for k in self.topk:
             integer("topk", k, 1)
+        instance("name", name, (str, NoneType), "the begin of the names, or None")
         self.maxk = max(self.topk)
         base = name or "acc"
         self.total: list[float] = []
@@ -90,7 +92,11 @@ class Accuracy(Metric):
             float32 [N, ..., maxk]: 1 where the label is the class with the i-th highest score. The last size is smaller
             if there are fewer classes.
         """
-        return _hits(pred, label, self.maxk).to(torch.float32)
+        try:
+            return _hits(pred, label, self.maxk).to(torch.float32)
+        except AttributeError:
+            _check_tensors(pred=pred, label=label)
+            raise
 
     def update(self, correct: Tensor | ArrayLike, *args: Any) -> float | list[float]:
         """Add a batch.
@@ -103,6 +109,10 @@ class Accuracy(Metric):
         """
         hits = correct.detach().cpu().numpy() if isinstance(correct, Tensor) else np.asarray(correct)
         samples = int(np.prod(hits.shape[:-1]))
+        if not hits.ndim:
+            raise TypeError(
+                f"correct must be what compute() returned, got {correct!r:.100} of type {type(correct).__name__}"
+            )
         found = [float(hits[..., :k].sum()) for k in self.topk]
         self.total = [total + hit for total, hit in zip(self.total, found, strict=True)]
         self.count = [count + samples for count in self.count]
@@ -154,12 +164,23 @@ def accuracy(
     Source: `paddle.metric.accuracy`.
     """
     integer("k", k, 1)
-    hits = _hits(input, label, k).any(-1)
-    if correct is not None:
-        correct.copy_(hits.sum())
-    if total is not None:
-        total.fill_(hits.numel())
+    try:
+        hits = _hits(input, label, k).any(-1)
+        if correct is not None:
+            correct.copy_(hits.sum())
+        if total is not None:
+            total.fill_(hits.numel())
+    except AttributeError:
+        outputs = {"correct": correct, "total": total}
+        _check_tensors(input=input, label=label, **{name: out for name, out in outputs.items() if out is not None})
+        raise
     return hits.to(torch.float32).mean()
+
+
+def _check_tensors(**tensors: Any) -> None:
+    """Raise TypeError for what is no tensor. Called after a failure only, since metrics run in each step."""
+    for name, tensor in tensors.items():
+        instance(name, tensor, Tensor, "a torch.Tensor")
 
 
 def _hits(pred: Tensor, label: Tensor, k: int) -> Tensor:

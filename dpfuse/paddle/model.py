@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from dpfuse import get_rank
-from dpfuse.arguments import integer
+from dpfuse.arguments import flag, integer
 from dpfuse.paddle import model_files
 from dpfuse.paddle.batch_model import BatchModel
 from dpfuse.paddle.batches import Batches, Distribution
@@ -232,6 +232,7 @@ class Model(BatchModel):
         Raises:
             As for `evaluate`.
         """
+        flag("stack_outputs", stack_outputs)
         batches = self._batches(test_data, "test_data", batch_size, num_workers)
         run = self._start("predict", batches, callbacks, ProgBarLogger(10, verbose))
         self.mode = "test"
@@ -254,6 +255,7 @@ class Model(BatchModel):
             DPFuseError: `training` is False, and the Model has no InputSpecs of its inputs.
         """
         prefix = model_files.prefix_of(path)
+        flag("training", training)
         if get_rank() != 0:
             return
         if training:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dpfuse import DPFuseError
+from dpfuse.arguments import a_path, flag
 from dpfuse.model.state_dict import without_prefix
 from dpfuse.model.trial_load import compared
 from dpfuse.paddle.serialization import load, save, written_whole
@@ -31,8 +32,7 @@ def prefix_of(path: Any) -> str:
     Raises:
         TypeError, ValueError: `path` is no path, or names no file.
     """
-    if not isinstance(path, (str, os.PathLike)):
-        raise TypeError(f"path must be a path such as 'checkpoint/model', got {path!r}")
+    a_path("path", path, "checkpoint/model")
     text = os.fspath(path)
     assert isinstance(text, str)
     for suffix in SUFFIXES:
@@ -59,6 +59,8 @@ def restore(stepper: Stepper, prefix: str, skip_mismatch: bool, reset_optimizer:
         ValueError: A parameter is missing or has another shape, and `skip_mismatch` is False; or the optimizer's state
             does not fit or is broken. Then nothing is loaded.
     """
+    flag("skip_mismatch", skip_mismatch)
+    flag("reset_optimizer", reset_optimizer)
     saved = load(f"{prefix}.pdparams")
     expected = stepper.network.state_dict()
     if not isinstance(saved, Mapping):

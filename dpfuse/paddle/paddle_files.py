@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from dpfuse.arguments import instance
 from dpfuse.model.state_dict import without_prefix
 from dpfuse.wrapper import bare_module
 
@@ -69,6 +70,7 @@ def to_torch_state_dict(state: Mapping[str, Any], model: nn.Module) -> OrderedDi
         A state dict that `model.load_state_dict` takes. Paddle has no batch counters: they are the model's own.
 
     Raises:
+        TypeError: `state` is no dict, or `model` no module.
         ValueError: a name or a shape does not fit.
 
     Example:
@@ -79,6 +81,8 @@ def to_torch_state_dict(state: Mapping[str, Any], model: nn.Module) -> OrderedDi
 
     Source: the layouts of `paddle.nn.Linear` and `paddle.nn.BatchNorm`.
     """
+    instance("state", state, Mapping, "a dict by structured names", "pass what dpfuse.paddle.load returned")
+    instance("model", model, nn.Module, "a torch.nn.Module")
     bare = bare_module(model)
     expected = bare.state_dict()
     modules = dict(bare.named_modules())

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dpfuse.data.order import boolean
+from dpfuse.arguments import flag
 from dpfuse.paddle.static.names import suggestion
 
 __all__ = ["MixedPrecision"]
@@ -49,7 +49,7 @@ class MixedPrecision:
             )
         if level not in ("O0", "O1"):
             raise ValueError(f"amp_configs: got level {level!r}, expected 'O0' or 'O1'")
-        dynamic = boolean("amp_configs: use_dynamic_loss_scaling", configs.get("use_dynamic_loss_scaling", True))
+        dynamic = flag("amp_configs['use_dynamic_loss_scaling']", configs.get("use_dynamic_loss_scaling", True))
         scaler = None
         if level == "O1" and device.type == "cuda":
             options = {name: configs[key] for key, name in SCALER_OPTIONS.items() if key in configs}

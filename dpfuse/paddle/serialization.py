@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from dpfuse.arguments import a_path
 from dpfuse.paddle.meters import to_numpy
 from dpfuse.paddle.paddle_files import read_paddle_file
 
@@ -65,6 +66,7 @@ def save(obj: Any, path: str | os.PathLike[str], protocol: int = 4) -> None:
     """
     if not isinstance(protocol, int) or not 2 <= protocol <= 4:
         raise ValueError(f"protocol must be 2, 3 or 4, got {protocol!r}; leave it out")
+    a_path("path", path, "folder/model.pdparams")
     name = os.fspath(path)
     if not name or name.endswith(("/", os.sep)) or Path(path).is_dir():
         raise ValueError(f"path must be that of a file, got {name!r}; pass for example 'folder/model.pdparams'")
@@ -91,6 +93,7 @@ def load(path: str | os.PathLike[str], return_numpy: bool = False) -> Any:
 
     Source: `paddle.load`.
     """
+    a_path("path", path, "folder/model.pdparams")
     if not Path(path).is_file():
         what = "is a folder" if Path(path).is_dir() else "does not exist"
         raise FileNotFoundError(f"{os.fspath(path)!r} {what}; expected a file that save() has written")

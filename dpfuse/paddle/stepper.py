@@ -104,10 +104,15 @@ class Stepper:
         if self.optimizer is None or self.loss is None:
             raise DPFuseError("training needs an optimizer and a loss; call model.prepare(optimizer, loss) first")
 
-    def to_device(self, items: Sequence[Any]) -> list[Tensor]:
-        """Return tensors, arrays or numbers as tensors on the device. Raise TypeError for another item."""
+    def to_device(self, items: Sequence[Any], what: str = "a batch holds") -> list[Tensor]:
+        """Return tensors, arrays or numbers as tensors on the device. Raise TypeError for another item.
+
+        Args:
+            items: of a batch.
+            what: begins the text of the error.
+        """
         # Only copies from other than pinned memory make the host wait.
-        return [_tensor(item).to(self.device, non_blocking=True) for item in items]
+        return [_tensor(item, what).to(self.device, non_blocking=True) for item in items]
 
     def train(
         self, inputs: Sequence[Tensor], labels: Sequence[Tensor], update: bool
@@ -161,12 +166,12 @@ class Stepper:
         return losses
 
 
-def _tensor(item: Any) -> Tensor:
+def _tensor(item: Any, what: str) -> Tensor:
     try:
         return torch.as_tensor(item)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(
-            f"a batch holds {item!r:.80}, a {type(item).__name__}; expected tensors, arrays or numbers ({error}). "
+            f"{what} {item!r:.80}, a {type(item).__name__}; expected tensors, arrays or numbers ({error}). "
             "Leave it out of the dataset's samples, or make them dicts and name what is used: "
             "Model(network, inputs=['x', …])."
         ) from error

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from dpfuse import get_rank
 from dpfuse.paddle.checks import instance
 from dpfuse.paddle.mode import network_mode
-from dpfuse.paddle.static.input_spec import InputSpec, dtype_of
+from dpfuse.paddle.static.input_spec import InputSpec, checked_shape, dtype_of
 
 __all__ = ["summary"]
 
@@ -73,14 +73,15 @@ def summary(net: nn.Module, input_size: Any = None, dtypes: Any = None, input: A
 def _examples(input_size: Any, dtypes: Any, device: torch.device) -> list[Tensor]:
     several = isinstance(input_size, list) and not all(size is None or isinstance(size, int) for size in input_size)
     sizes = input_size if several else [input_size]
-    if dtypes is None or isinstance(dtypes, (str, torch.dtype)):
+    if not isinstance(dtypes, (list, tuple)):
         dtypes = [dtypes] * len(sizes)
     if len(dtypes) != len(sizes):
         raise ValueError(f"dtypes has {len(dtypes)} entries for {len(sizes)} inputs; expected one for each")
     specs = []
     for size, dtype in zip(sizes, dtypes, strict=True):
-        spec = size if isinstance(size, InputSpec) else InputSpec((size,) if isinstance(size, int) else size)
-        specs.append((spec.shape, spec.dtype if dtype is None else dtype_of(dtype, "dtypes")))
+        if not isinstance(size, InputSpec):
+            size = InputSpec(checked_shape((size,) if isinstance(size, int) else size, "input_size"))
+        specs.append((size.shape, size.dtype if dtype is None else dtype_of(dtype, "dtypes")))
     shapes = [([1 if n < 0 else n for n in shape], dtype) for shape, dtype in specs]
     return [torch.ones(shape, dtype=dtype, device=device) for shape, dtype in shapes]
 

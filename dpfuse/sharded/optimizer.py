@@ -222,8 +222,8 @@ class ShardedOptimizer(Optimizer):
         """
         if not isinstance(param, nn.Parameter):
             raise TypeError(
-                f"full_gradient: got a {type(param).__name__}, expected a parameter of the model. Pass for example "
-                "model.module.get_parameter(name)."
+                f"param of full_gradient: got a {type(param).__name__}, expected a parameter of the model. Pass for "
+                "example model.module.get_parameter(name)."
             )
         if self._shards is not None:
             return self._shards.full_gradient(param)

@@ -67,9 +67,7 @@ class CostTable:
         object.__setattr__(self, "sizes", sizes)
         object.__setattr__(self, "seconds", seconds)
         if not sizes or len(sizes) != len(seconds):
-            raise ValueError(
-                f"got {len(sizes)} sizes and {len(seconds)} times; expected one time per size, at least one"
-            )
+            raise ValueError(f"got sizes={sizes} and seconds={seconds}; expected one time per size, at least one")
         if any(not 0 <= value < FAR for value in (*sizes, *seconds)):
             raise ValueError(f"sizes and times must be finite and >= 0, got {sizes} and {seconds}")
         if any(low >= high for low, high in pairwise(sizes)):
@@ -119,7 +117,7 @@ class CostTable:
         """
         sizes, seconds = array_of("sizes", sizes).ravel().tolist(), array_of("seconds", seconds).ravel().tolist()
         if len(sizes) != len(seconds) or not len(sizes) or not all(0 < second < math.inf for second in seconds):
-            raise ValueError(f"expected a time above 0 s for each size, got {sizes} and {seconds}")
+            raise ValueError(f"expected a time above 0 s for each size, got sizes={sizes} and seconds={seconds}")
         by_size: dict[float, list[float]] = {}
         for size, second in zip(sizes, seconds, strict=True):
             by_size.setdefault(float(size), []).append(math.log(second))

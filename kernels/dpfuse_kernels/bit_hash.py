@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dpfuse_kernels.address_ring import AddressRing
+from dpfuse_kernels.arguments import instance, whole
 from dpfuse_kernels.backend import chooses_triton
 from dpfuse_kernels.launcher import Dispatcher, triton_dtype
 
@@ -155,6 +156,10 @@ class BitHashTable:
     def __init__(
         self, nbytes: Sequence[int], groups: Sequence[Sequence[Piece]], device: torch.device, *, chunk: int = CHUNK
     ) -> None:
+        instance("nbytes", nbytes, Sequence, "a list of numbers of bytes")
+        instance("groups", groups, Sequence, "a list of groups of Pieces")
+        instance("device", device, torch.device, "a torch.device")
+        whole("chunk", chunk, 1)
         self.nbytes = list(nbytes)
         self.groups = [list(group) for group in groups]
         self.device = device

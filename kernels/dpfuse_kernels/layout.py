@@ -12,6 +12,8 @@ from operator import is_
 import torch
 from torch import Tensor
 
+from dpfuse_kernels.arguments import instance
+
 __all__ = ["Layout", "Slot", "TransposeCheck", "check_slots"]
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -52,6 +54,9 @@ class Layout:
     """The places of all tensors in one flat buffer. Arguments, attributes and errors are those of `PointerTable`."""
 
     def __init__(self, flat: Tensor, slots: Sequence[Slot], dtype: torch.dtype) -> None:
+        instance("flat", flat, Tensor, "a torch.Tensor")
+        instance("slots", slots, Sequence, "a list of Slots")
+        instance("dtype", dtype, torch.dtype, "a torch.dtype")
         self.flat = flat
         self.slots = tuple(slots)
         self.dtype = dtype

@@ -8,6 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from dpfuse_kernels.arguments import instance
 from dpfuse_kernels.layout import Slot, check_slots
 from dpfuse_kernels.mx import BLOCK, SUPER_BLOCK, SUPER_BYTES, check_packed, mx_bytes, mx_format
 from dpfuse_kernels.pointer_table import PointerTable
@@ -44,6 +45,8 @@ class MxTable(PointerTable):
     """
 
     def __init__(self, flat: Tensor, slots: Sequence[Slot], dtype: torch.dtype, format: torch.dtype) -> None:
+        instance("format", format, torch.dtype, "a torch.dtype")
+        instance("flat", flat, Tensor, "a torch.Tensor")
         self.format = mx_format(format)
         check_packed("flat", flat)
         super().__init__(flat, slots, dtype)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cached_property, partial
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from dpfuse_kernels.address_ring import AddressRing
+from dpfuse_kernels.arguments import instance, whole
 from dpfuse_kernels.backend import chooses_triton
 from dpfuse_kernels.launcher import Dispatcher, Repeatable, triton_dtype
 from dpfuse_kernels.seen import Seen
@@ -111,6 +113,11 @@ class SpoilTable:
         chunk: int = CHUNK,
         spans: Sequence[Sequence[tuple[int, int]]] | None = None,
     ) -> None:
+        instance("numels", numels, Sequence, "a list of numbers of elements")
+        instance("dtype", dtype, torch.dtype, "a torch.dtype")
+        instance("device", device, torch.device, "a torch.device")
+        whole("chunk", chunk, 1)
+        instance("spans", spans, (Sequence, NoneType), "None or a list of spans for each tensor")
         self.numels = list(numels)
         self.spans = spans
         self.dtype = dtype

@@ -130,8 +130,8 @@ def test_the_seed_of_the_process_does_not_matter():
 @pytest.mark.parametrize(
     ("error", "words", "changes"),
     [
-        (TypeError, "dataset must have a length, got Stream", {"dataset": Stream(3)}),
-        (TypeError, "dataset must have a length, got generator", {"dataset": (n for n in range(3))}),
+        (TypeError, "dataset must have samples and a length, got Stream", {"dataset": Stream(3)}),
+        (TypeError, "dataset must have samples and a length, got generator", {"dataset": (n for n in range(3))}),
         (TypeError, "batch_size must be an integer, got 2.0", {"batch_size": 2.0}),
         (ValueError, "batch_size must be at least 1, got 0", {"batch_size": 0}),
         (ValueError, "num_replicas must be at least 1, got 0", {"num_replicas": 0}),

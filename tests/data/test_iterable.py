@@ -45,8 +45,8 @@ def test_drop_last_leaves_out_what_does_not_fill_a_batch_on_every_rank():
 @pytest.mark.parametrize(
     ("error", "words", "changes"),
     [
-        (TypeError, "dataset must be iterable, again for each epoch, got generator", {"dataset": (n for n in "ab")}),
-        (TypeError, "dataset must be iterable, again for each epoch, got int", {"dataset": 3}),
+        (TypeError, "dataset must give samples, again for each epoch, got generator", {"dataset": (n for n in "ab")}),
+        (TypeError, "dataset must give samples, again for each epoch, got int", {"dataset": 3}),
         (ValueError, "batch_size must be at least 1, got 0", {"batch_size": 0}),
         (TypeError, "drop_last must be True or False, got 1", {"drop_last": 1}),
         (TypeError, "rank must be an integer, got '0'", {"rank": "0"}),

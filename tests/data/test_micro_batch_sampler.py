@@ -111,7 +111,7 @@ def test_the_state_of_other_micro_batches_and_another_loader_are_refused():
     sampler = MicroBatchSampler(range(SAMPLES), SIZE, COUNT)
     with pytest.raises(ValueError, match="batch_sampler"):
         sampler.steps(DataLoader(range(SAMPLES), batch_size=2))
-    with pytest.raises(TypeError, match="must have a length"):
+    with pytest.raises(TypeError, match="must have samples and a length"):
         MicroBatchSampler(iter(range(90)), 2, 3)
 
 

@@ -93,7 +93,7 @@ class Stream(IterableDataset):
     ("change", "error", "text"),
     [
         ({"dataset": Stream()}, TypeError, "Stream"),
-        ({"dataset": iter([1])}, TypeError, "must have a length"),
+        ({"dataset": iter([1])}, TypeError, "must have samples and a length"),
         ({"dataset": []}, ValueError, "empty"),
         ({"batch_size": 0}, ValueError, "batch_size must be at least 1, got 0"),
         ({"batch_size": 2.0}, TypeError, "batch_size must be an integer, got 2.0 of type float"),

@@ -74,7 +74,7 @@ class Executor:
         """
         if self._closed:
             raise DPFuseError("this Executor is closed; expected run() before close(). Make a new one.")
-        program, scope = program_and_scope(program, scope)
+        program, scope = program_and_scope("program", program, scope)
         for main in program.initialises:
             scope.hold(main, self._device)
         replica = self._replica(program, scope)
@@ -103,10 +103,10 @@ class Executor:
         return known[program][1]
 
 
-def program_and_scope(program: Any, scope: Any) -> tuple[Program, Scope]:
-    """Return the program and the scope to use, with the defaults instead of None."""
+def program_and_scope(name: str, program: Any, scope: Any) -> tuple[Program, Scope]:
+    """Return the program and the scope to use, with the defaults instead of None. Errors call the program `name`."""
     program = default_main_program() if program is None else program
     scope = global_scope() if scope is None else scope
-    return instance("program", program, Program, "build one under program_guard"), instance(
+    return instance(name, program, Program, "build one under program_guard"), instance(
         "scope", scope, Scope, "pass Scope()"
     )

@@ -83,13 +83,13 @@ def program_guard(main_program: Program, startup_program: Program | None = None)
         _main, _startup = before
 
 
-def data(name: str, shape: Sequence[int | None], dtype: str | torch.dtype = "float32") -> Variable:
+def data(name: str, shape: Sequence[int | None], dtype: str | torch.dtype | None = "float32") -> Variable:
     """Add an input to the program under construction.
 
     Args:
         name: its key in a feed.
         shape: sizes of its dimensions; None or -1 for a size that may differ from run to run.
-        dtype: dtype of the fed values: a name such as `"float32"`, or a torch dtype.
+        dtype: dtype of the fed values: a name such as `"float32"`, or a torch dtype; None is torch's default.
 
     Returns:
         The variable.
@@ -107,7 +107,8 @@ def data(name: str, shape: Sequence[int | None], dtype: str | torch.dtype = "flo
     """
     if not isinstance(name, str) or not name:
         raise TypeError(f"name must be a string, got {name!r}")
-    spec = InputSpec(shape, dtype_of(dtype, f"dtype of {name!r}"), name)
+    kind = torch.get_default_dtype() if dtype is None else dtype_of(dtype, f"dtype of {name!r}")
+    spec = InputSpec(shape, kind, name)
     if not _main.recorder.active:
         raise DPFuseError(
             f"data({name!r}) outside of program_guard; expected inside. Write `with "

@@ -11,19 +11,22 @@ from torch import Tensor
 
 from dpfuse.paddle.checks import instance
 
-__all__ = ["InputSpec", "dtype_of"]
+__all__ = ["InputSpec", "checked_shape", "dtype_of"]
 
 
 def dtype_of(dtype: Any, name: str = "dtype") -> torch.dtype:
     """Return the torch dtype for `dtype`: a torch dtype, a name, or a numpy dtype. Errors call the argument `name`."""
     if isinstance(dtype, torch.dtype):
         return dtype
+    text = dtype
     if not isinstance(dtype, str):
         try:
-            dtype = np.dtype(dtype).name
+            text = np.dtype(dtype).name if dtype is not None else None  # to numpy None is float64
         except TypeError:
-            raise TypeError(f"{name} must be a dtype or its name, got {dtype!r}; pass for example 'float32'") from None
-    found = getattr(torch, dtype.removeprefix("torch."), None)
+            text = None
+    if text is None:
+        raise TypeError(f"{name} must be a dtype or its name, got {dtype!r}; pass for example 'float32'")
+    found = getattr(torch, text.removeprefix("torch."), None)
     if not isinstance(found, torch.dtype):
         raise ValueError(f"{name}: got {dtype!r}, expected the name of a torch dtype, such as 'float32' or 'int64'")
     return found
@@ -49,7 +52,7 @@ class InputSpec:
     """
 
     def __init__(self, shape: Sequence[int | None], dtype: Any = "float32", name: str | None = None) -> None:
-        self.shape = _checked(shape, name)
+        self.shape = checked_shape(shape, whose="" if name is None else f" of {name!r}")
         self.dtype = dtype_of(dtype)
         if name is not None and not isinstance(name, str):
             raise TypeError(f"name must be a string or None, got {name!r}")
@@ -64,11 +67,12 @@ class InputSpec:
     @classmethod
     def from_numpy(cls, ndarray: np.ndarray[Any, Any], name: str | None = None) -> InputSpec:
         """Return the description of `ndarray`."""
+        instance("ndarray", ndarray, np.ndarray, "use from_tensor for tensors")
         return cls(ndarray.shape, ndarray.dtype, name)
 
     def batch(self, batch_size: int | None) -> InputSpec:
         """Add a batch dimension in front, in place. Return the spec itself."""
-        self.shape = _checked([batch_size, *self.shape], self.name)
+        self.shape = (_size(batch_size, "batch_size"), *self.shape)
         return self
 
     def unbatch(self) -> InputSpec:
@@ -87,14 +91,22 @@ class InputSpec:
     __hash__ = None  # type: ignore[assignment]  # batch() changes it in place
 
 
-def _checked(shape: Any, name: str | None) -> tuple[int, ...]:
-    what = "" if name is None else f" of {name!r}"
+def checked_shape(shape: Any, argument: str = "shape", whose: str = "") -> tuple[int, ...]:
+    """Return a shape as sizes, with -1 for any size. Errors call it `argument`, followed by `whose`.
+
+    Raises:
+        TypeError, ValueError: it is no list of sizes, or one of them cannot be one.
+    """
     if not isinstance(shape, Sequence) or isinstance(shape, str):
-        raise TypeError(f"shape{what} must be a list or tuple of sizes, got {shape!r}; pass for example [None, 784]")
-    sizes = [-1 if size is None else size for size in shape]
-    for index, size in enumerate(sizes):
-        if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < -1:
-            raise ValueError(
-                f"shape[{index}]{what}: got {shape[index]!r}, expected an integer >= 0, or None or -1 for any size"
-            )
-    return tuple(int(size) for size in sizes)
+        raise TypeError(
+            f"{argument}{whose} must be a list or tuple of sizes, got {shape!r}; pass for example [None, 784]"
+        )
+    return tuple(_size(size, f"{argument}[{index}]{whose}") for index, size in enumerate(shape))
+
+
+def _size(size: Any, what: str) -> int:
+    if size is None:
+        return -1
+    if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < -1:
+        raise ValueError(f"{what}: got {size!r}, expected an integer >= 0, or None or -1 for any size")
+    return int(size)

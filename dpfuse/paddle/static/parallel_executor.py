@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from dpfuse import DPFuseError, reduce_replicas
-from dpfuse.data.order import boolean
+from dpfuse.arguments import flag
 from dpfuse.paddle.checks import instance
 from dpfuse.paddle.static.device_thread import on_device
 from dpfuse.paddle.static.executor import program_and_scope
@@ -98,7 +98,7 @@ class ParallelExecutor:
         trainer_id: int = 0,
         scope: Scope | None = None,
     ) -> None:
-        boolean("use_cuda", use_cuda)
+        flag("use_cuda", use_cuda)
         exec_strategy = ExecutionStrategy() if exec_strategy is None else exec_strategy
         build_strategy = BuildStrategy() if build_strategy is None else build_strategy
         self._strategy = copy.copy(instance("exec_strategy", exec_strategy, ExecutionStrategy))
@@ -106,7 +106,7 @@ class ParallelExecutor:
         if share_vars_from is not None:
             instance("share_vars_from", share_vars_from, ParallelExecutor)
             scope = share_vars_from._set.scopes[0] if scope is None else scope
-        given, scope = program_and_scope(main_program, scope)
+        given, scope = program_and_scope("main_program", main_program, scope)
         self._program = given.clone()
         self._loss = self._checked_loss(loss_name)
         self._trainers = Trainers(num_trainers, trainer_id)
@@ -141,7 +141,7 @@ class ParallelExecutor:
 
     def run(
         self,
-        fetch_list: list[Any],
+        fetch_list: list[Any] | None,
         feed: Any = None,
         feed_dict: Any = None,
         return_numpy: bool = True,

@@ -34,7 +34,7 @@ def CUDAPlace(id: int) -> torch.device:  # noqa: N802 - Paddle's name
         >>> CUDAPlace(0)
         device(type='cuda', index=0)
     """
-    return torch.device("cuda", id)
+    return torch.device("cuda", integer("id", id, 0))
 
 
 def cpu_places(device_count: int | None = None) -> list[torch.device]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from dpfuse import DPFuseError
+from dpfuse.arguments import flag
 from dpfuse.paddle.static.evaluation import in_evaluation_mode
 from dpfuse.paddle.static.input_spec import InputSpec
 from dpfuse.paddle.static.names import GRAD, suggestion
@@ -109,6 +110,7 @@ class Program:
         Returns:
             The copy. In the same scope it shares parameters and buffers with this program.
         """
+        flag("for_test", for_test)
         other = Program()
         other.root = self.root
         copies: dict[fx.Node, fx.Node] = {}

@@ -121,11 +121,11 @@ class Scope:
 
     def find_var(self, name: str) -> ScopeVariable | None:
         """Return the variable `name`, or None."""
-        return self._variables.get(name)
+        return self._variables.get(instance("name", name, str))
 
     def var(self, name: str) -> ScopeVariable:
         """Return the variable `name`. Make it if there is none."""
-        return self._variables.setdefault(name, ScopeVariable(name))
+        return self._variables.setdefault(instance("name", name, str), ScopeVariable(name))
 
     def local_var_names(self) -> list[str]:
         """Return the names of all variables."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dpfuse.arguments import flag
+
 __all__ = ["PaddleCloudRoleMaker"]
 
 
@@ -20,7 +22,7 @@ class PaddleCloudRoleMaker:
     """
 
     def __init__(self, is_collective: bool = False) -> None:
-        self._is_collective = is_collective
+        self._is_collective = flag("is_collective", is_collective)
 
     def __repr__(self) -> str:
         return f"PaddleCloudRoleMaker(is_collective={self._is_collective})"

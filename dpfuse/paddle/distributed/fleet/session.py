@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dpfuse import DPFuseError, get_world_size, init_parallel_env
-from dpfuse.data.order import boolean
+from dpfuse.arguments import flag
 from dpfuse.paddle.checks import instance
 from dpfuse.paddle.collectives import agree
 from dpfuse.paddle.data_parallel import DataParallel
@@ -84,13 +84,19 @@ def init(
         is_collective = getattr(role_maker, "_is_collective", None)  # type: ignore[assignment]
         if is_collective is None:
             raise TypeError(f"role_maker must be a PaddleCloudRoleMaker or None, got {type(role_maker).__name__}")
-    if not boolean("is_collective", is_collective):
+    if not flag("is_collective", is_collective):
         raise ValueError(
             "fleet.init without is_collective=True asks for Paddle's parameter-server mode, which does not exist here; "
             "write fleet.init(is_collective=True), or pass PaddleCloudRoleMaker(is_collective=True)"
         )
     strategy = DistributedStrategy() if strategy is None else instance("strategy", strategy, DistributedStrategy)
-    logging.getLogger("dpfuse").setLevel(log_level)
+    try:
+        logging.getLogger("dpfuse").setLevel(log_level)
+    except (TypeError, ValueError) as error:
+        raise type(error)(
+            f"log_level must be a level of the module logging, or its name, got {log_level!r:.100} of type "
+            f"{type(log_level).__name__}; pass for example 'INFO'"
+        ) from None
     init_parallel_env()
     degree, size = strategy.hybrid_configs["dp_degree"], get_world_size()
     if degree not in (-1, size):

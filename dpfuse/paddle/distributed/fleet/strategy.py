@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from dpfuse.arguments import integer
-from dpfuse.data.order import boolean
+from dpfuse.arguments import flag, integer
 from dpfuse.paddle.checks import number
 from dpfuse.paddle.distributed.fleet.strategy_fields import INSTEAD, SUPPORTED, UNSUPPORTED
 from dpfuse.paddle.static.names import suggestion
@@ -164,15 +163,15 @@ def _one(name: str, value: Any) -> Any:
 Check = Callable[[str, Any], Any]
 
 CHECKS: dict[str, Check | dict[str, Check]] = {
-    "a_sync": boolean,
+    "a_sync": flag,
     "fuse_grad_size_in_MB": _size,
     "last_comm_group_size_MB": _positive_size,
-    "find_unused_parameters": boolean,
-    "fuse_all_reduce_ops": boolean,
-    "fp16_allreduce": boolean,
-    "sync_batch_norm": boolean,
-    "gradient_merge": boolean,
-    "gradient_merge_configs": {"k_steps": _count, "avg": boolean},
-    "gradient_scale_configs": {"scale_strategy": _scale_strategy, "scale_gradient": boolean},
+    "find_unused_parameters": flag,
+    "fuse_all_reduce_ops": flag,
+    "fp16_allreduce": flag,
+    "sync_batch_norm": flag,
+    "gradient_merge": flag,
+    "gradient_merge_configs": {"k_steps": _count, "avg": flag},
+    "gradient_scale_configs": {"scale_strategy": _scale_strategy, "scale_gradient": flag},
     "hybrid_configs": {name: _degree if name == "dp_degree" else _one for name in SUPPORTED["hybrid_configs"]},
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dpfuse import DPFuseError, ParallelEnv, get_rank, get_world_size
+from dpfuse.arguments import flag
 from dpfuse.paddle.collectives import any_rank, world_size
 
 __all__ = [
@@ -57,7 +58,7 @@ def worker_endpoints(to_string: bool = False) -> list[str] | str:
         `host:port` by rank; empty if the environment has none.
     """
     endpoints = ParallelEnv().trainer_endpoints
-    return ",".join(endpoints) if to_string else endpoints
+    return ",".join(endpoints) if flag("to_string", to_string) else endpoints
 
 
 def barrier_worker() -> None:
