@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from dpfuse.ddp.distributed_data_parallel import TORCH_CLASS, DistributedDataParallel
 from dpfuse.engine.user_line import warn_at_user
-from dpfuse.model.options import CommonOptions, check_values, filled
+from dpfuse.model.options import CommonOptions, check_names, check_values
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -41,7 +41,7 @@ class Patch:
         made: Callable[[DistributedDataParallel], None] | None = None,
         left: Callable[[Any], None] | None = None,
     ) -> None:
-        filled(options, DistributedDataParallel)
+        check_names(options, "patch", DistributedDataParallel)
         check_values(options)
         self.options = options
         self.made = made

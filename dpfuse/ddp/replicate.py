@@ -6,6 +6,7 @@ import copyreg
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any, TypeVar
 
 import torch
@@ -17,6 +18,7 @@ from dpfuse.comm.votes import report_failure
 from dpfuse.ddp.distributed_data_parallel import TORCH_CLASS, DistributedDataParallel
 from dpfuse.ddp.placement import group_of
 from dpfuse.engine.torch_private import leave_untraced
+from dpfuse.model.options import siblings
 from dpfuse.wrapper import SyncedModule
 
 __all__ = ["ReplicatedModule", "replicate"]
@@ -141,6 +143,12 @@ def replicate(
 
     Source: torch's `replicate` of FSDP2, whose parameters become DTensors. Here they stay what they were.
     """
+    if "device_mesh" in options:
+        raise TypeError(
+            "replicate() got an unexpected keyword argument 'device_mesh', which is one of DistributedDataParallel; "
+            "here it is mesh"
+        )
+    instance("mesh", mesh, (DeviceMesh, NoneType), "a torch.distributed.device_mesh.DeviceMesh", "leave it out")
     group = group_of(options.get("process_group"), mesh)
     try:
         _check(module)
@@ -161,6 +169,9 @@ def replicate(
     module.__dict__[STATE] = _State(wrapper, dict(options), ignored)
     object.__setattr__(module, "__class__", _class_of(type(module)))
     return module
+
+
+siblings.append(replicate)  # so that a wrapper which gets one of its arguments says so
 
 
 def _check(module: object) -> None:

@@ -9,7 +9,7 @@ import inspect
 import os
 import textwrap
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from difflib import get_close_matches
 from functools import cached_property
@@ -17,21 +17,30 @@ from typing import Annotated, Any, Literal, TypedDict, TypeVar, Union, cast, get
 
 import torch
 
-from dpfuse.arguments import instance, real
+from dpfuse.arguments import flag, real
 from dpfuse.engine.averaging import Wire, averaging_for
 from dpfuse.engine.plan import NO_WISHES, BucketPlan, BucketRule
 from dpfuse.exclusions import refuse
 from dpfuse.model.plan_file import RULES, given_plan
 
-__all__ = ["CommonOptions", "SyncOptions", "check_values", "filled", "takes_common_options"]
+__all__ = [
+    "CommonOptions",
+    "SyncOptions",
+    "check_names",
+    "check_values",
+    "filled",
+    "siblings",
+    "takes_common_options",
+]
 
 Face = TypeVar("Face", bound=type)
 WIDTH = 112  # columns of a docstring
-SAME = (  # what DataParallel and DistributedDataParallel call the same
+SAME = (  # what these call the same: DataParallel and DistributedDataParallel, or replicate and the latter
     ("layers", "module"),
     ("group", "process_group"),
     ("comm_buffer_size", "bucket_cap_mb"),
     ("broadcast_buffers", "forward_sync_buffers"),
+    ("mesh", "device_mesh"),
 )
 
 
@@ -47,7 +56,7 @@ class Option:
 
     default: Any
     text: str
-    check: Callable[[str, Any], None] = lambda name, value: None
+    check: Callable[[str, Any], object] = lambda name, value: None
     other_defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def default_of(self, face: type) -> Any:
@@ -67,10 +76,6 @@ def _count_or(*others: bool | None, remedy: str) -> Callable[[str, Any], None]:
         )
 
     return check
-
-
-def _flag(name: str, value: Any) -> None:
-    instance(name, value, bool, "True or False", f"pass for example {name}=True")
 
 
 def _one_of(*choices: str, remedy: str) -> Callable[[str, Any], None]:
@@ -120,7 +125,7 @@ class CommonOptions(TypedDict, total=False):
             False,
             "True adds what rounding to `wire_dtype` takes from a gradient to the next one, so that over many steps "
             "nothing is lost. It costs 4 bytes per parameter. Save `model.error_feedback` with a checkpoint.",
-            _flag,
+            flag,
         ),
     ]
     check_finite: Annotated[
@@ -165,7 +170,7 @@ class CommonOptions(TypedDict, total=False):
             "True adds up in the order of the ranks, in float32 (float64 for float64), and rounds once. The bits of a "
             "gradient then depend neither on the buffer sizes nor on what else is in its bucket. Buckets keep the "
             "order of registration. It costs time where all-to-all is slower than all-reduce.",
-            _flag,
+            flag,
         ),
     ]
     fixed_micro_batches: Annotated[
@@ -187,7 +192,7 @@ class CommonOptions(TypedDict, total=False):
             "for 16-bit parameters too, and leaves None in `.grad` until the synchronised one. A window of batches "
             "then needs hardly any memory for gradients beside the buffers. `optimizer.zero_grad()` cannot see what "
             "is there: `zero_grad()` or `discard_accumulated()` of the wrapper drops a window.",
-            _flag,
+            flag,
         ),
     ]
     metrics: Annotated[
@@ -225,7 +230,7 @@ class CommonOptions(TypedDict, total=False):
     ]
 
 
-_faces: list[type] = []  # the wrappers
+siblings: list[Callable[..., Any]] = []  # the wrappers, and functions that take their options
 _DECLARED: dict[str, Option] = {
     name: get_args(hint)[1] for name, hint in get_type_hints(CommonOptions, include_extras=True).items()
 }
@@ -256,6 +261,16 @@ def filled(options: CommonOptions, face: type) -> CommonOptions:
     return cast(CommonOptions, {name: option.default_of(face) for name, option in _DECLARED.items()} | options)
 
 
+def check_names(options: CommonOptions, caller: str, face: type) -> None:
+    """Raise TypeError for what is none of these options, which `caller` keeps for wrappers that are made later."""
+    known = inspect.signature(face).parameters
+    for name in options:
+        if name not in _DECLARED:
+            own = name if name in known else _called_here(name, known)
+            hint = f"; pass {own} where the model is wrapped" if own else _nearest(name, list(_DECLARED))
+            raise TypeError(f"{caller}() got an unexpected keyword argument {name!r}{hint}")
+
+
 def check_values(options: CommonOptions) -> None:
     """Raise TypeError or ValueError for a value of one of these options that cannot be used; the text names it."""
     for name, value in options.items():
@@ -265,18 +280,28 @@ def check_values(options: CommonOptions) -> None:
 def _hint(name: str, face: type) -> str:
     """Say what may be meant by an argument that a wrapper does not have."""
     known = list(inspect.signature(face).parameters)
-    for other in _faces:
-        if name in inspect.signature(other).parameters:
-            here = [each for pair in SAME if name in pair for each in pair if each in known and each != name]
-            remedy = f"here it is {here[0]}" if here else f"leave it out, or use dpfuse.{other.__name__}"
+    for other in siblings:
+        parameter = inspect.signature(other).parameters.get(name)
+        if parameter is not None and parameter.kind is not parameter.VAR_KEYWORD:
+            here = _called_here(name, known)
+            remedy = f"here it is {here}" if here else f"leave it out, or use dpfuse.{other.__name__}"
             return f", which is one of {other.__name__}; {remedy}"
+    return _nearest(name, known)
+
+
+def _called_here(name: str, known: Iterable[str]) -> str | None:
+    """Return what this wrapper calls an argument of the other one, if it has one like it."""
+    return next((each for pair in SAME if name in pair for each in pair if each in known and each != name), None)
+
+
+def _nearest(name: str, known: list[str]) -> str:
     close = get_close_matches(name, known, n=1)
     return f"; did you mean {close[0]}" if close else f"; expected one of {', '.join(known)}"
 
 
 def takes_common_options(face: Face) -> Face:
     """Show the options, which the class takes as `**options`, in its signature and in its docstring's `Args`."""
-    _faces.append(face)
+    siblings.append(face)
     construct: Any = vars(face)["__init__"]
     signature = inspect.signature(construct)
     kept = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
@@ -331,7 +356,7 @@ class SyncOptions:
                 "pass for example comm_buffer_size=25"
             )
         for name in ("find_unused_parameters", "gradient_as_bucket_view", "broadcast_buffers"):
-            _flag(name, getattr(self, name))
+            flag(name, getattr(self, name))
         check_values(common)
         try:
             averaging_for("float32", 1, self.gradient_scale)
