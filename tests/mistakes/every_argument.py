@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,23 +17,12 @@ from torch.utils.data import DataLoader, Dataset
 import dpfuse
 import dpfuse.data
 import dpfuse.tune
+from dpfuse.job.spawn_context import RankFolder, SpawnContext
+from tests.mistakes.every_kernel_argument import KERNELS
+from tests.mistakes.every_paddle_argument import PADDLE
+from tests.mistakes.right_call import Call, of, undone, values
 
-__all__ = ["LEFT_OUT", "RIGHT", "TRUTH", "Call"]
-
-
-@dataclass(frozen=True)
-class Call:
-    """A right call.
-
-    Args:
-        function: the public function or class, or what gets a wrapped model first.
-        arguments: by name, for an empty folder; those that are left out here get no wrong value.
-        free: arguments that get no wrong value, since any object is right.
-    """
-
-    function: Callable[..., Any]
-    arguments: Callable[[Path], dict[str, Any]]
-    free: tuple[str, ...] = ()
+__all__ = ["LEFT_OUT", "RIGHT", "TRUTH"]
 
 
 class Numbers(Dataset[int]):
@@ -82,24 +71,6 @@ def of_model(method: str, after_backward: bool = False, **options: Any) -> Calla
     return call
 
 
-def undone(function: Callable[..., Any]) -> Callable[..., None]:
-    """A function that changes the process, as long as the context lasts that it returns."""
-
-    def call(**arguments: Any) -> None:
-        with function(**arguments):
-            pass
-
-    return call
-
-
-def of(make: Callable[[], Any], method: str) -> Callable[..., Any]:
-    return lambda **arguments: getattr(make(), method)(**arguments)
-
-
-def values(**arguments: Any) -> Callable[[Path], dict[str, Any]]:
-    return lambda _: dict(arguments)
-
-
 def sampler() -> Any:
     return dpfuse.data.ResumableBatchSampler(Numbers(), 2)
 
@@ -118,6 +89,12 @@ def loader_of(own: Any) -> dict[str, Any]:
 
 def stream_loader(own: Any) -> dict[str, Any]:
     return {"own": own, "loader": DataLoader(own, batch_size=2)}
+
+
+def ended_job() -> Any:
+    """What spawn() returns, when all ranks have ended well."""
+    ranks = SimpleNamespace(sentinels={}, processes=[], join=lambda *_, **__: True)
+    return SpawnContext(ranks, RankFolder(), object())
 
 
 def sharded(**arguments: Any) -> Any:
@@ -164,7 +141,7 @@ def plan_file(folder: Path) -> dict[str, Any]:
     return {"path": folder / "plan.json"}
 
 
-RIGHT: dict[str, Call] = {
+RIGHT: dict[str, Call] = {**KERNELS, **PADDLE} | {
     "dpfuse.DataParallel": Call(
         dpfuse.DataParallel,
         lambda _: {
@@ -215,6 +192,9 @@ RIGHT: dict[str, Call] = {
     "dpfuse.DataParallel.no_sync": Call(of_model("no_sync"), values(enabled=True)),
     "dpfuse.DataParallel.load_state_dict": Call(
         of_model("load_state_dict"), lambda _: {"state_dict": net().state_dict(), "strict": True, "assign": False}
+    ),
+    "dpfuse.DataParallel.state_dict": Call(
+        of_model("state_dict"), values(destination=None, include_sublayers=True, prefix="", keep_vars=False)
     ),
     "dpfuse.DataParallel.set_state_dict": Call(
         of_model("set_state_dict"), lambda _: {"state_dict": net().state_dict(), "use_structured_name": True}
@@ -296,6 +276,7 @@ RIGHT: dict[str, Call] = {
         dpfuse.replicate, lambda _: {"module": net(), "mesh": None, "ignored_params": (), **COMMON}
     ),
     "dpfuse.request_stop": Call(dpfuse.request_stop, values(reason="")),
+    "dpfuse.distributed.SpawnContext.join": Call(of(ended_job, "join"), values(timeout=1.0)),
     "dpfuse.spawn": Call(dpfuse.spawn, values(func=print, args=(), nprocs=1, join=True, daemon=False)),
     "dpfuse.stop_on_signals": Call(undone(dpfuse.stop_on_signals), values(grace=30.0)),
     "dpfuse.time_communication": Call(undone(dpfuse.time_communication), lambda _: {"model": wrapped()}),
@@ -358,19 +339,27 @@ RIGHT: dict[str, Call] = {
 
 # Arguments that are taken as true or false, as torch and Python take them: numpy's truth values are right, too.
 TRUTH = (
-    "assign", "daemon", "enabled", "error_if_nonfinite", "init_sync", "join", "skip_all_reduce_unused_params",
-    "static_graph", "strict", "use_structured_name",
+    "assign", "daemon", "enabled", "error_if_nonfinite", "init_sync", "join", "keep_vars", "return_merged",
+    "return_numpy", "set_to_zero", "skip_all_reduce_unused_params", "static_graph", "strict", "update",
+    "use_structured_name",
 )  # fmt: skip
 
 LEFT_OUT: dict[str, str] = {
-    r"dpfuse\.paddle\..*": "the arguments and errors are Paddle's; tests/paddle has them",
-    r"dpfuse_kernels\..*": "dpfuse calls them for each bucket, with arguments that it has checked",
+    r"dpfuse\.paddle\.(callbacks\.\w+\.(on_|set_)\w+|metric\.Metric\.\w+)": "Model calls it; a program overrides it",
+    r"dpfuse\.paddle\.io\.DataLoader": "torch's class, with torch's own words",
+    r"dpfuse\.paddle\.static\.Program\.(add_feed|add_name|check_name|computed|name_of|rename)": "recording calls it",
+    r"dpfuse\.paddle\.static\.Scope\.(hold|move|optimizer)": "the executors call it",
+    r"dpfuse\.paddle\.static\.Variable(\.backward)?": "recording makes it; its backward raises for any argument",
+    r"dpfuse\.paddle\.static\.cuda_places": "without a GPU it raises for any argument",
+    r"dpfuse_kernels\.(Piece|Slot|\w+\.\w+)": "dpfuse makes or calls it with what it has checked",
+    r"dpfuse_kernels\.([a-z]+_step|bit_hash|(de)?quantize|(un)?flatten|multiply|mx_\w+|spoil|squared_norm"
+    r"|sum_parts|sum_quantized)": "it runs for each bucket of a step, where a check of each type would cost time",
     r"dpfuse\.((CommunicationTimes|StopReason)(\..*)?|Bucket|BucketPlan)": "dpfuse makes them; a program reads them",
-    r"dpfuse\.distributed\.SpawnContext(\..*)?": "spawn() makes it",
+    r"dpfuse\.distributed\.SpawnContext": "spawn() makes it",
     r"dpfuse\.tune\.(Timeline|RecordedTimes(\..*)?|CostTable\.__call__)": "the tuner makes them, and calls them",
     r"dpfuse\.\w*(Error|Warning)": "takes any text",
     r"dpfuse\.(DataParallel|DistributedDataParallel)\.(forward|join_hook)": "passes on what it gets",
-    r"dpfuse\.(DataParallel|DistributedDataParallel)\.(state_dict|zero_grad|join)": "switches, and torch's own words",
+    r"dpfuse\.(DataParallel|DistributedDataParallel)\.(zero_grad|join)": "true or false, as torch takes them",
     r"dpfuse\.GradScaler\.\w+": "torch's methods, with torch's own words",
     r"dpfuse\.data\.SeededDataset\.__getitem__": "the dataset inside judges the index",
     r"dpfuse\.launch\.main": "a command, whose parser names what is wrong",
