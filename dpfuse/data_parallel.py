@@ -141,6 +141,9 @@ class DataParallel(SyncedModule):
         Returns:
             `destination`.
 
+        Raises:
+            TypeError: an argument has another type.
+
         Source: `paddle.DataParallel.state_dict`.
         """
         instance("destination", destination, (MutableMapping, NoneType), "a dict to fill, or None")

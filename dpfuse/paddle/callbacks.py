@@ -113,7 +113,8 @@ class LRScheduler(Callback):
         by_epoch: step it after each epoch instead.
 
     Raises:
-        TypeError: `scheduler` is no such scheduler, or needs a metric (ReduceLROnPlateau).
+        TypeError: `scheduler` is no such scheduler, or needs a metric (ReduceLROnPlateau); or another argument is not
+            True or False.
         ValueError: `by_step` and `by_epoch` are equal.
 
     Source: `paddle.callbacks.LRScheduler`. Paddle takes the scheduler from its optimizer, and steps it for every batch,
@@ -159,6 +160,7 @@ class EarlyStopping(Callback):
         save_best_model: whether each improvement is saved as SAVE_DIR/best_model, if `fit` has a `save_dir`.
 
     Raises:
+        TypeError: An argument has the wrong type.
         ValueError: The mode is unknown, or the callback is not used in `fit`. During training: the evaluation has no
             value `monitor`.
 

@@ -53,7 +53,7 @@ def save(obj: Any, path: str | os.PathLike[str], protocol: int = 4) -> None:
 
     Raises:
         ValueError: `path` is empty or a folder; there is no such protocol.
-        TypeError: `obj` holds something else, which `load` would reject. The text says where.
+        TypeError: `obj` holds something else, which `load` would reject. The text says where. Or `path` is no path.
 
     Example:
         >>> import tempfile, torch, dpfuse.paddle as paddle
@@ -88,6 +88,7 @@ def load(path: str | os.PathLike[str], return_numpy: bool = False) -> Any:
         The object; tensors are on the CPU.
 
     Raises:
+        TypeError: `path` is no path.
         FileNotFoundError: There is no such file, or it is a folder.
         ValueError: The file has another format, or holds more than tensors and plain values.
 

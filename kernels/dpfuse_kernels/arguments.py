@@ -15,7 +15,7 @@ def instance(name: str, value: Any, kinds: type | tuple[type, ...], wanted: str)
         Traceback (most recent call last):
         TypeError: flat is [1.0] of type list, expected a tuple. Pass one.
     """
-    if not isinstance(value, kinds) or isinstance(value, str) is not (kinds is str):
+    if not isinstance(value, kinds) or isinstance(value, str):
         raise TypeError(f"{name} is {value!r:.100} of type {type(value).__name__}, expected {wanted}. Pass one.")
 
 

@@ -146,6 +146,10 @@ class BitHashTable:
     Attributes:
         dispatcher: launches the kernels; `dispatcher.launches` counts them.
 
+    Raises:
+        TypeError: An argument has another type.
+        ValueError: `chunk` is below 1.
+
     Example:
         >>> from dpfuse_kernels.bit_hash import BitHashTable, Piece
         >>> table = BitHashTable([40], [[Piece(0, 0, 40)]], torch.device("cpu"), chunk=4)

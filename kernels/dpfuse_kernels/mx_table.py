@@ -32,6 +32,7 @@ class MxTable(PointerTable):
         format: of the elements: torch.float8_e4m3fn or torch.float8_e5m2.
 
     Raises:
+        TypeError: An argument has another type.
         ValueError: A slot leaves the buffer, overlaps another slot, is not dense or starts inside a block; `flat` has
             no whole super-blocks; or the dtype or format is another.
 

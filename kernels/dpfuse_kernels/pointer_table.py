@@ -35,6 +35,7 @@ class PointerTable(Layout):
         all_own: the entries of a call in which each tensor is its slot.
 
     Raises:
+        TypeError: An argument has another type.
         ValueError: A slot leaves the buffer, overlaps another slot or is not dense; `flat` is not 1-D and contiguous;
             or a dtype is not float32, float16, bfloat16 or float64.
 

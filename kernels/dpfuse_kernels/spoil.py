@@ -98,6 +98,10 @@ class SpoilTable:
         dispatcher: launches the kernels; `dispatcher.launches` counts them.
         triton: whether the kernel fills these tensors; None until that is chosen.
 
+    Raises:
+        TypeError: An argument has another type.
+        ValueError: `chunk` is below 1.
+
     Example:
         >>> from dpfuse_kernels import SpoilTable
         >>> SpoilTable([5, 2], torch.float32, torch.device("cpu"), chunk=4).rows.tolist()
