@@ -128,5 +128,5 @@ def test_of_a_module_that_is_wrapped_twice_only_the_constructor_tells(ranks):
 
 
 def forwards_of_nested(rank, size):
-    net, model, _ = nested(dpfuse.DataParallel, dpfuse.DistributedDataParallel, "whole")
+    _, model, _ = nested(dpfuse.DataParallel, dpfuse.DistributedDataParallel, "whole")
     return said_of(lambda: model(torch.ones(3, 4)).sum().backward())
