@@ -87,7 +87,7 @@ class Call(str, Enum):
     GET_SCALE = "get scale"
     UNSCALE = "unscale"  # by itself, or in the step of a scaler, which may skip that of the optimizer
     CLIP = "clip"  # to a finite number
-    ALL_REDUCE = "all reduce"  # of gradients, over all ranks: a sum or a mean
+    MEAN = "mean"  # or sum, over all ranks, by the program, of gradients that were equal on them
     SCHEDULE = "schedule"  # a step of a schedule, which may step others
 
 

@@ -420,22 +420,27 @@ class Tracer:
             self._after_step(steps[0])
         self.phases.enter("outside")
 
-    def note(self, what: Call, about: Set[int]) -> None:
+    def note(self, what: Call, about: Set[int], at: str = "") -> None:
         """Write a call of the program into the line of the next step.
 
         Args:
             what: it does.
             about: the ids of the parameters that it is about.
+            at: the line of the program; empty: the one that is running.
         """
         own = {number: {*map(id, params)} for number, params in self.stepped().items()}
         of = [number for number, ids in own.items() if ids & about]
         whole = [number for number, ids in own.items() if ids <= about]
-        self._calls.append({"what": what.value, "at": user_line(), "of": of, "whole": whole})
+        self._calls.append({"what": what.value, "at": at or user_line(), "of": of, "whole": whole})
 
     def stepped(self) -> dict[int, list[Tensor]]:
         """Return the parameters of each optimizer that has stepped and is still there, by its number."""
         found = ((number, reference()) for reference, number, _ in self._optimizers)
         return {number: params_of(optimizer) for number, optimizer in found if optimizer is not None}
+
+    def wrapped(self) -> list[Tensor]:
+        """Return the parameters of the wrapped models that were trained when they were wrapped."""
+        return [param for traced in self._models for param in traced.params]
 
     @property
     def since_step(self) -> int:

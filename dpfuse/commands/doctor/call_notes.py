@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import Optimizer
 
+from dpfuse.commands.doctor.means_by_hand import MeansByHand
 from dpfuse.engine.optimizer_step_hook import call_after_steps, call_before_steps
 from dpfuse.grad_scaler import GradScaler
 from dpfuse.trace.trace_file import Call
@@ -26,8 +25,6 @@ Params = Iterable[Tensor] | None  # that a call is about; None: it is not to be 
 State = tuple[int, int] | None  # of `.grad`: which tensor it is, and how often it was written
 SCALER: Any = torch.amp.GradScaler
 SCHEDULE: Any = lr_scheduler.LRScheduler
-SUM: Any = dist.ReduceOp.SUM if dist.is_available() else None
-ALL_REDUCE = "all_reduce"  # the program calls it, and not this file
 CLIPS = ("clip_grad_norm_", "clip_grad_value_")
 
 
@@ -41,6 +38,7 @@ class CallNotes:
     def __init__(self, tracer: Callable[[], Tracer | None]) -> None:
         self._tracer = tracer
         self._running: set[Call] = set()
+        self._means = MeansByHand(tracer)
         self._left: dict[int, State] = {}  # by the id of a parameter: as the call before has left its gradient
         self._hear(torch.autograd, "backward", Call.BACKWARD, lambda *_, **__: ())
         self._hear(Optimizer, "zero_grad", Call.ZERO, lambda optimizer, *_, **__: params_of(optimizer))
@@ -55,33 +53,14 @@ class CallNotes:
         for kind in vars(lr_scheduler).values():
             if isinstance(kind, type) and issubclass(kind, SCHEDULE) and "step" in vars(kind):
                 self._hear(kind, "step", Call.SCHEDULE, _of_schedule)
-        if dist.is_available():
-            self._hear_all_reduce(ALL_REDUCE)
         call_before_steps(self)
         call_after_steps(self)
-
-    def _hear_all_reduce(self, name: str) -> None:
-        """Note that the program itself adds up gradients over all ranks, each or all in one tensor."""
-        plain = getattr(dist, name)
-
-        @wraps(plain)
-        def heard(tensor: Any, op: Any = SUM, group: Any = None, async_op: bool = False) -> Any:
-            tracer = None if torch.compiler.is_compiling() else self._tracer()
-            caller = sys._getframe(1).f_globals.get("__name__", "")
-            of_all = op in (SUM, dist.ReduceOp.AVG) and group in (None, dist.group.WORLD)
-            if tracer is not None and of_all and not caller.startswith(("torch.", "dpfuse.")):
-                with tracer.phases.inside("tracing"):
-                    for params in tracer.stepped().values():
-                        if found := _gradients_in(tensor, params):
-                            tracer.note(Call.ALL_REDUCE, found)
-            return plain(tensor, op, group, async_op)
-
-        setattr(dist, name, heard)
 
     def before_step(self, optimizer: Optimizer) -> None:
         """As `Watcher.before_step`."""
         tracer = self._tracer()
         if tracer is not None:
+            self._means.hear_fused()
             self._note(tracer, Call.STEP, params_of(optimizer))
 
     def after_step(self, optimizer: Optimizer) -> None:
@@ -117,6 +96,7 @@ class CallNotes:
 
     def _note(self, tracer: Tracer, what: Call, params: Params) -> None:
         with tracer.phases.inside("tracing"):
+            self._means.settle(tracer)
             now = _states(tracer)
             written = {param for param, state in self._left.items() if now.get(param, state) != state}
             if written:
@@ -132,17 +112,6 @@ def _states(tracer: Tracer) -> dict[int, State]:
         param: None if grad is None else (id(grad), 0 if grad.is_inference() else grad._version)
         for param, grad in grads
     }
-
-
-def _gradients_in(tensor: Tensor, params: Sequence[Tensor]) -> set[int]:
-    """Return the ids of parameters whose gradient this tensor is, or of all if it is a flat copy of their gradients."""
-    grads = {id(param): param.grad for param in params if param.grad is not None and param.grad.layout is torch.strided}
-    own = {key for key, grad in grads.items() if grad.data_ptr() == tensor.data_ptr() and grad.shape == tensor.shape}
-    if own or not grads or tensor.ndim != 1 or tensor.numel() != sum(grad.numel() for grad in grads.values()):
-        return own
-    first = next(iter(grads.values())).flatten()
-    is_copy = first.dtype is tensor.dtype and first.device == tensor.device and torch.equal(first, tensor[: len(first)])
-    return {*grads} if is_copy else set()
 
 
 def _of_scale(scaler: Any, *_: Any, **__: Any) -> Params:

@@ -176,14 +176,14 @@ def averaged_again(traces: Mapping[int, RankTrace]) -> Seen | None:
             kinds = [call["what"] if optimizer in call["of"] else "" for call in turn.calls]
             last = _last_backward([call["what"] for call in turn.calls])
             is_averaged = bool(own) and any(model in own[-1].get(name, {}) for name in ("averaged", "all_averaged"))
-            row = [*row, turn.step] if is_averaged and Call.ALL_REDUCE in kinds[last:] else []
+            row = [*row, turn.step] if is_averaged and Call.MEAN in kinds[last:] else []
             if len(row) == AGAIN:
-                line = turn.calls[last + kinds[last:].index(Call.ALL_REDUCE)]["at"]
+                line = turn.calls[last + kinds[last:].index(Call.MEAN)]["at"]
                 return Seen(
-                    f"before each of the steps {row[0]} to {row[-1]} of {class_of(first, optimizer)}, the program adds "
-                    f"up gradients over all ranks ({line}), and the backward had averaged them already. Divided by the "
-                    "number of ranks, they are what they were, and travel twice. Not divided, they are that many times "
-                    "too large. Expected one mean: remove that all_reduce() and the division.",
+                    f"before each of the steps {row[0]} to {row[-1]} of {class_of(first, optimizer)}, the program "
+                    f"takes the mean or the sum of gradients over all ranks ({line}), and the backward had averaged them "
+                    "already. A mean leaves them what they were, and they travel twice. A sum makes them as many times "
+                    "too large as there are ranks. Expected one mean: remove that call, and a division beside it.",
                     row[0],
                 )
     return None

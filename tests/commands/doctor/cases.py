@@ -28,7 +28,7 @@ class Case:
     """One program.
 
     Args:
-        kind: "loop", "finite", "drift", "link", "numbers", "itself", "steps", "slow", "own", "fails" or
+        kind: "loop", "finite", "drift", "link", "numbers", "itself", "steps", "slow", "means", "own", "fails" or
             "healthy".
         program: its command line, in the folder of the programs; a folder is a package, and {port} a free port.
         said: a pattern that the terminal must show, with spaces for line breaks.
@@ -51,8 +51,10 @@ class Case:
     @property
     def name(self) -> str:
         """For people."""
-        words = self.program.removeprefix("planted.py ").removeprefix("healthy.py ").split(" {")[0]
-        return f"{self.kind}: {words.replace('_', ' ')}{f', {self.ranks} ranks' if self.kind == 'healthy' else ''}"
+        words = re.sub(r"^(planted|healthy|means)\.py ", "", self.program).split(" {")[0].replace("_", " ")
+        if words.endswith(" ours"):
+            words = f"{words.removesuffix(' ours')}, our class"
+        return f"{self.kind}: {words}{f', {self.ranks} ranks' if self.kind == 'healthy' or self.ranks > 2 else ''}"
 
 
 LOOPS = {
@@ -123,7 +125,16 @@ SLOW = {
     "the_forward_of_rank_1_is_slow": r"a rank is slow: rank 1 is the slowest .* in its forward \(planted.py:\d+\)",
 }
 TWICE = "gradients are averaged twice"
-AGAIN = ("mean_taken_again", "sum_taken_again_of_flat_gradients")
+AGAIN = {  # what takes the mean again, and, by class, on how many ranks it is run
+    "mean_taken_again": {"": (2, 3), " ours": (2,)},
+    "mean_of_divided_gradients_taken_again": {"": (2,), " ours": (3,)},
+    "sum_taken_again_of_flat_gradients": {"": (2,), " ours": (2,)},
+    "mean_taken_again_in_fused_buffers": {"": (2,), " ours": (2, 3)},
+    "mean_taken_again_of_gathered_gradients": {"": (3,), " ours": (2,)},
+    "mean_taken_again_of_a_gathered_tensor": {"": (2,)},
+    "mean_taken_again_on_rank_0_and_sent": {"": (2,), " ours": (3,)},
+}
+RATES = r"DPF-W01|other learning rates"
 OWN = {  # programs that use our class: what is said, the finding, and of the numbers
     "own_class_and_another_rate": (DRIFT, DRIFT, "equal"),
     "own_class_that_sends_16_bits": ("The program passes wire_dtype, which torch's class does not have", "", "unknown"),
@@ -138,6 +149,13 @@ FAILS = {  # under torch's class: what is said, and the finding
     "a_layer_that_is_not_used": (r"never.weight, never.bias of model 0 \(Net\)", "unused parameters"),
     "barrier_in_the_save_of_rank_0": ("rank", "an error of dpfuse"),
     "wider_layer_on_rank_1": (r"0\.weight", "an error of dpfuse"),
+}
+FAILING = {  # on how many ranks these are run, by class
+    "evaluation_on_rank_0_alone": {"": (2,), " ours": (2,)},
+    "fewer_batches_on_rank_1": {"": (2, 3), " ours": (2,)},
+    "a_layer_that_is_not_used": {"": (2,), " ours": (2,)},
+    "barrier_in_the_save_of_rank_0": {"": (2,), " ours": (3,)},
+    "wider_layer_on_rank_1": {"": (2, 3), " ours": (2,)},
 }
 TIMED = ("link", "slow")  # kinds of which nothing is said on a busy machine
 SHAPES = {
@@ -165,14 +183,36 @@ RIGHT = (
     "gradients_masked_after_each_batch", "sparse_embedding",
     "state_of_a_recurrent_net", "closures", "own_class", "own_class_of_paddle_names",
 )  # fmt: skip
+MEANS = (  # of something else than gradients that the backward has averaged
+    "mean_of_losses_and_metrics", "gradients_compared_and_scaled", "flat_gradients_added_up_for_a_log",
+    "noise_of_each_rank_averaged", "head_that_no_wrapper_has", "only_mean_in_fused_buffers",
+    "only_mean_of_gathered_gradients", "only_mean_on_rank_0_and_sent", "means_of_each_of_two_models",
+)  # fmt: skip
 
 
-def _said(name: str, code: str, step: int) -> str:
+def _said(name: str, code: str, step: int, file: str = "planted.py") -> str:
     """What is said of a program about the line that its source marks."""
-    lines = (PROGRAMS / "planted.py").read_text(encoding="utf-8").splitlines()
+    lines = (PROGRAMS / file).read_text(encoding="utf-8").splitlines()
     begin = lines.index(f"def {name}(rank, size):")
     line = next(number for number in range(begin, len(lines)) if lines[number].endswith("# here")) + 1
-    return rf"{code}: [^.]*\bsteps? {step}\b[^.]*\(planted\.py:{line}\)"
+    return rf"{code}: [^.]*\bsteps? {step}\b[^.]*\({re.escape(file)}:{line}\)"
+
+
+def _ways(by_class: dict[str, tuple[int, ...]]) -> list[tuple[str, int]]:
+    """The classes and numbers of ranks with which a program is run."""
+    return [(kind, ranks) for kind, counts in by_class.items() for ranks in counts]
+
+
+def _equal(ranks: int) -> tuple[str, ...]:
+    """What may be said of the numbers of a program that computes the same with both classes."""
+    return ("equal",) if ranks == 2 else ("equal", "close")
+
+
+def _rates(ranks: int) -> str:
+    """What is said where each rank has another rate: which one has which."""
+    return "differ between ranks, first in step 0: " + ", ".join(
+        rf"rank {rank} has {0.01 * (rank + 1)}" for rank in range(ranks)
+    )
 
 
 PLANTED = [
@@ -199,14 +239,31 @@ PLANTED = [
     ),
     Case("link", "planted.py accumulation_without_no_sync", "DPF-L10"),
     *(Case("slow", f"planted.py {name}", said, said.partition(":")[0]) for name, said in SLOW.items()),
-    *(Case("loop", f"planted.py {name}", _said(name, TWICE, 1), TWICE) for name in AGAIN),
+    *(
+        Case("means", f"means.py {name}{kind}", _said(name, TWICE, 1, "means.py"), TWICE, _equal(ranks), ranks)
+        for name, by_class in AGAIN.items()
+        for kind, ranks in _ways(by_class)
+    ),
     *(Case("own", f"planted.py {name}", said, finding, (result,)) for name, (said, finding, result) in OWN.items()),
-    *(Case("fails", f"planted.py {name}", said, finding, (None,)) for name, (said, finding) in FAILS.items()),
+    Case("own", "planted.py epoch_of_the_sampler_is_not_set ours", "DPF-L11", "DPF-L11"),
+    *(
+        Case("own", f"planted.py another_rate_from_the_start{kind}", _rates(ranks), RATES, _equal(ranks), ranks)
+        for kind, ranks in (("", 2), ("", 3), (" ours", 2))
+    ),
+    *(
+        Case("fails", f"planted.py {name}{kind}", said, finding, (None,), ranks)
+        for name, (said, finding) in FAILS.items()
+        for kind, ranks in _ways(FAILING[name])
+    ),
 ]  # fmt: skip
 HEALTHY = [
-    Case("healthy", program, "nothing was found", "", ("equal",) if ranks == 2 else ("equal", "close"), ranks, own)
+    Case("healthy", program, "nothing was found", "", _equal(ranks), ranks, own)
     for ranks in (2, 3)
-    for program, own in {**SHAPES, **{f"healthy.py {name}": False for name in RIGHT}}.items()
+    for program, own in {
+        **SHAPES,
+        **{f"healthy.py {name}": False for name in RIGHT},
+        **{f"means.py {name}": False for name in MEANS},
+    }.items()
 ]
 
 

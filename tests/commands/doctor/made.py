@@ -59,7 +59,7 @@ NAMES = ["weight", "bias"]
 CALLS = {
     "b": "backward", "B": "backward", "S": "step", "z": "zero", "h": "by hand", "s": "scale", "g": "get scale",
     "u": "unscale", "U": "unscale", "c": "clip", "C": "clip", "l": "schedule",
-    "a": "all reduce",
+    "a": "mean",
 }  # fmt: skip
 
 

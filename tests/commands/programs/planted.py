@@ -1,4 +1,4 @@
-"""Programs with one thing wrong, that run on torch's class and know nothing of dpfuse: `planted.py NAME`."""
+"""Programs with one thing wrong: `planted.py NAME` with torch's class, and many as `planted.py NAME ours` with ours."""
 
 import os
 import queue
@@ -555,31 +555,6 @@ def the_forward_of_rank_1_is_slow(rank, size):
         optimizer.step()
 
 
-@program
-def mean_taken_again(rank, size):
-    model, optimizer = trained()
-    for x, y in batches():
-        optimizer.zero_grad()
-        loss_of(model(x), y).backward()
-        for param in model.parameters():
-            dist.all_reduce(param.grad)  # here
-            param.grad /= size
-        optimizer.step()
-
-
-@program
-def sum_taken_again_of_flat_gradients(rank, size):
-    model, optimizer = trained(0.001)
-    params = [*model.parameters()]
-    for x, y in batches():
-        optimizer.zero_grad()
-        loss_of(model(x), y).backward()
-        flat = torch.cat([param.grad.flatten() for param in params])
-        dist.all_reduce(flat)  # here
-        torch.nn.utils.vector_to_parameters(flat, [param.grad for param in params])
-        optimizer.step()
-
-
 # --- Programs that use dpfuse's class already ---
 
 
@@ -587,6 +562,11 @@ def sum_taken_again_of_flat_gradients(rank, size):
 def own_class_and_another_rate(rank, size):
     model = dpfuse.DataParallel(net())
     train(model, torch.optim.SGD(model.parameters(), lr=0.01 * (rank + 1)))
+
+
+@program
+def another_rate_from_the_start(rank, size):
+    train(*trained(0.01 * (rank + 1)))
 
 
 @program
