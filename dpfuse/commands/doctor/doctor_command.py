@@ -209,7 +209,7 @@ class _Series:
         left = len(ALTERNATING) + (len(run.traces) > EXACT_RANKS) - number
         seconds = left * sum(each.seconds for each in self.runs) / number
         rest = f"; about {seconds:.0f} s are left" if left > 0 and not run.failed else ""
-        _say(f"{self.title}: {steps} steps in {run.seconds:.1f} s, exit code {run.code}{rest}")
+        _say(f"{self.title}: {steps} steps{run.of_optimizers} in {run.seconds:.1f} s, exit code {run.code}{rest}")
         return run
 
     def read_again(self) -> list[str]:

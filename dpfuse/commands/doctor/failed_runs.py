@@ -18,7 +18,7 @@ def outcome(run: Run) -> str:
         return f"under dpfuse, in run {run.number}, an error of dpfuse ends it, which says why"
     if run.failed:
         return f"under dpfuse, in run {run.number}, it fails as well: {run.reason()}"
-    return f"under dpfuse, in run {run.number}, it makes all its {run.steps} steps"
+    return f"under dpfuse, in run {run.number}, it makes all its {run.steps} steps{run.of_optimizers}"
 
 
 def reasons(run: Run) -> Iterator[Finding]:

@@ -262,7 +262,7 @@ def _traced(run: Run) -> Iterator[Finding]:
         if unused:
             text = (
                 f"{name_list(unused)} of model {model['number']} ({model['class']}) got no gradient on any rank in "
-                f"{run.steps} steps; freeze them, or use them in the loss"
+                f"{run.steps} steps{run.of_optimizers}; freeze them, or use them in the loss"
             )
             yield Finding("", "unused parameters", text, ())
     if len(traces) < 2:
@@ -404,8 +404,9 @@ def _unstepped(run: Run) -> Iterator[Finding]:
     names = unstepped(run.traces) if run.traces else []
     if names:
         text = (
-            f"{name_list(names)} got gradients, and in {run.steps} steps no optimizer has stepped on them, though one "
-            "has on others of the model. Expected all of them in an optimizer: pass model.parameters(), or freeze them."
+            f"{name_list(names)} got gradients, and in {run.steps} steps{run.of_optimizers} no optimizer has stepped "
+            "on them, though one has on others of the model. Expected all of them in an optimizer: pass "
+            "model.parameters(), or freeze them."
         )
         yield Finding(NEVER_STEPPED, "parameters that no optimizer has", text, ())
 

@@ -181,9 +181,10 @@ def averaged_again(traces: Mapping[int, RankTrace]) -> Seen | None:
                 line = turn.calls[last + kinds[last:].index(Call.MEAN)]["at"]
                 return Seen(
                     f"before each of the steps {row[0]} to {row[-1]} of {class_of(first, optimizer)}, the program "
-                    f"takes the mean or the sum of gradients over all ranks ({line}), and the backward had averaged them "
-                    "already. A mean leaves them what they were, and they travel twice. A sum makes them as many times "
-                    "too large as there are ranks. Expected one mean: remove that call, and a division beside it.",
+                    f"takes the mean or the sum of gradients over all ranks ({line}), and the backward had averaged "
+                    "them already. A mean leaves them what they were, and they travel twice. A sum makes them as many "
+                    "times too large as there are ranks. Expected one mean: remove that call, and a division beside "
+                    "it.",
                     row[0],
                 )
     return None

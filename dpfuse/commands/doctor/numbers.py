@@ -80,7 +80,8 @@ def judge(torch_runs: Sequence[Run], our_runs: Sequence[Run], other: Run | None,
         return Numbers("itself", text, steps, found)
     found = compare(first.traces, ours.traces)
     if found is None:
-        return Numbers("equal", f"Losses and weights have the same bits as under DDP, in {steps} steps.", steps)
+        made = f"{steps} steps{first.of_optimizers}"
+        return Numbers("equal", f"Losses and weights have the same bits as under DDP, in {made}.", steps)
     if _starts_elsewhere(found) and resumed:
         return _void(resumed, steps, found)
     if len(torch_runs) < 2:

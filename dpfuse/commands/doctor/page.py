@@ -170,7 +170,12 @@ def _told(finding: Finding) -> str:
 
 def _safety(report: DoctorReport) -> str:
     rows = [
-        (run.title, "ended by the doctor" if run.code is None else str(run.code), str(run.steps), f"{run.seconds:.1f}")
+        (
+            run.title,
+            "ended by the doctor" if run.code is None else str(run.code),
+            f"{run.steps}{run.of_optimizers}",
+            f"{run.seconds:.1f}",
+        )
         for run in report.runs
     ]
     parts = ["<h2>What was run</h2>", _table(("run", "exit code", "steps", "seconds"), rows)]

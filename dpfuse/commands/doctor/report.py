@@ -116,6 +116,7 @@ class DoctorReport:
             "changed files": self.changed,
             "runs": [
                 {"title": run.title, "exit code": run.code, "seconds": run.seconds, "steps": run.steps,
+                 "optimizers": len(run.traces[0].optimizers) if run.traces else 0,
                  "losses": _finite(losses_of(run.traces[0])) if run.traces else []}
                 for run in self.runs
             ],

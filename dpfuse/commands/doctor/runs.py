@@ -114,6 +114,12 @@ class Run:
         return min((len(trace.steps) for trace in self.traces.values()), default=0)
 
     @property
+    def of_optimizers(self) -> str:
+        """What to add behind the number of its steps where several optimizers have made them, as in a GAN."""
+        count = len(self.traces[0].optimizers) if 0 in self.traces else 0
+        return f" of {count} optimizers" if count > 1 else ""
+
+    @property
     def failed(self) -> bool:
         """Whether it has ended with an error, or not at all."""
         return self.code != 0

@@ -15,7 +15,7 @@ import torch
 from dpfuse.commands.doctor.charts import bars, lines
 from dpfuse.commands.doctor.doctor_command import _failure, _signals_as_exceptions
 from dpfuse.commands.doctor.findings import Finding, findings_of, remarks_of
-from dpfuse.commands.doctor.numbers import Numbers
+from dpfuse.commands.doctor.numbers import Numbers, judge
 from dpfuse.commands.doctor.page import page
 from dpfuse.commands.doctor.report import DoctorReport
 from dpfuse.commands.doctor.runs import Run, _last_line, _progress, _steps
@@ -103,6 +103,20 @@ def test_the_summary_answers_each_question():
     for words in ("same numbers?    NO. It differs.", "how fast?", "each kind was run once", "DPF-L01: the sampler"):
         assert words in text
     assert "files changed    2, such as /a/b (2 times), /a/c" in text
+
+
+def test_of_several_optimizers_the_steps_are_told_together(monkeypatch):
+    monkeypatch.setattr("dpfuse.commands.doctor.numbers.compare", lambda *_: None)
+    runs = [timed(number, wrapper, forward=0.1) for number, wrapper in enumerate(["torch", "dpfuse"] * 2, start=1)]
+    assert [run.of_optimizers for run in runs] == [""] * 4
+    for trace in [trace for run in runs for trace in run.traces.values()]:
+        trace.optimizers.append({"names": []})
+    made = report(judge(runs[::2], runs[1::2], None, ()), runs=runs)
+    assert "in 12 steps of 2 optimizers." in " ".join(summary(made).split())
+    assert page(made).count("<td>12 of 2 optimizers</td>") == 4
+    told = json.loads(json.dumps(made.to_json()))
+    assert told["numbers"]["text"].endswith("in 12 steps of 2 optimizers.")
+    assert [(run["steps"], run["optimizers"]) for run in told["runs"]] == [(12, 2)] * 4
 
 
 def test_the_summary_shows_findings_whole_with_their_remedy_and_leaves_the_rest_to_the_page():
