@@ -229,10 +229,10 @@ class Speed:
             return "not measured"
         if self.noise is None:
             return "too few runs to say"
-        if is_brief(self.timings):
-            return "too short to say"
         if self.is_busy:
             return "too busy to say"
+        if is_brief(self.timings):
+            return "too short to say"
         if not self.change:
             return "no clear difference"
         return f"{abs(self.change):.0%} {'more' if self.change > 0 else 'less'} time for a step"
@@ -244,17 +244,17 @@ class Speed:
             return ""
         if self.noise is None:
             return "each kind was run once, so it cannot be said whether dpfuse is faster"
-        if is_brief(self.timings):
-            seconds = math.floor(1e3 * min(sum(one.steps) for one in self.timings)) / 1e3
-            return (
-                f"the timed steps of a run take {seconds:.3g} s, which is too short to say whether dpfuse is faster: "
-                f"expected {BRIEF:g} s; pass more --steps"
-            )
         if self.is_busy:
             load = max(one.load for one in self.timings)
             return (
                 f"nothing is said of the speed: {load:.1f} tasks ran or waited for each core of this machine; expected "
                 f"at most {BUSY:g}. Run the doctor again when other programs have ended, or with fewer ranks"
+            )
+        if is_brief(self.timings):
+            seconds = math.floor(1e3 * min(sum(one.steps) for one in self.timings)) / 1e3
+            return (
+                f"the timed steps of a run take {seconds:.3g} s, which is too short to say whether dpfuse is faster: "
+                f"expected {BRIEF:g} s; pass more --steps"
             )
         if not self.change:
             return (

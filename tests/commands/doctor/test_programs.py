@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from inspect import signature
 from statistics import median
@@ -127,6 +130,31 @@ def test_the_link_is_told(latency, rate, width, text, tmp_path):
             assert one["after"] < one["before"]
             options = eval(f"dict({one['how'].partition(';')[0]})", {"torch": torch})
             assert options.keys() <= signature(DistributedDataParallel).parameters.keys()
+
+
+@pytest.mark.parametrize(
+    ("program", "word"), [("language_model.py", "settings.py"), ("means.py", "mean_of_losses_and_metrics")]
+)
+def test_beside_other_programs_nothing_is_said_of_the_speed(program, word, tmp_path):
+    """Steps and links are slow then, and the program is not the reason."""
+    settings = tmp_path / "settings.py"
+    settings.write_text("steps, width = 1000, 64")
+    count = max(6, 3 * (os.cpu_count() or 1))
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        done, report, page = doctor(tmp_path, settings if word == settings.name else word, steps=32, program=program)
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+    said = re.sub(r"\s+", " ", done.stdout)
+    assert re.search(r"how fast\? nothing is said of the speed: [\d.]+ tasks ran or waited for each core", said), said
+    for words in ("steps/s", "faster", "slower", "the link", "is slow", "where it goes", "a step took", "less time"):
+        assert words not in said
+    assert (report["speed"]["link"], report["speed"]["advice"], report["speed"]["tried"]) == (None, [], "")
+    assert "What would help" not in page
+    assert [run["title"].partition(", ")[2] for run in report["runs"]] == ["torch DDP", "dpfuse"] * 2
+    assert (report["findings"], report["numbers"]["result"]) == ([], "equal")
 
 
 def test_averaging_every_second_batch_takes_less_time_for_the_same_samples_where_it_is_advised(tmp_path):

@@ -61,6 +61,10 @@ def test_on_a_busy_machine_nothing_is_said_of_speed_and_nothing_is_advised():
     assert (found.change, found.short, found.link, found.advice) == (0.0, "too busy to say", None, ())
     assert "4.0 tasks ran or waited for each core of this machine; expected at most 1.25" in found.verdict
     assert to_try(runs, deep=2) == ""
+    short = [timed(number, wrapper, forward=0.001) for number, wrapper in enumerate(["torch", "dpfuse"] * 2, start=1)]
+    assert "pass more --steps" in measure(short, deep=2).verdict
+    short[3].load = 4.04
+    assert "pass more --steps" not in measure(short, deep=2).verdict
 
 
 def test_on_a_busy_machine_a_rank_is_slow_if_all_runs_say_so_and_a_loader_may_be():
