@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dpfuse.engine.streams import capturing
 from dpfuse.engine.user_line import user_line
 from dpfuse.trace.rescaling import is_plain
 from dpfuse.trace.trace_file import Call
@@ -88,7 +89,7 @@ class MeansByHand:
 
         @wraps(plain)
         def average(prepared: Any, group: Any) -> None:
-            tracer = self._tracer()
+            tracer = _looking(self._tracer)
             if tracer is None or not _has_all_ranks(group):
                 plain(prepared, group)
                 return
@@ -108,7 +109,7 @@ class MeansByHand:
 
         @wraps(plain)
         def heard(*args: Any, **kwargs: Any) -> Any:
-            tracer = None if torch.compiler.is_compiling() else self._tracer()
+            tracer = _looking(self._tracer)
             if tracer is None or sys._getframe(1).f_globals.get("__name__", "").startswith(LIBRARIES):
                 return plain(*args, **kwargs)
             try:
@@ -158,6 +159,11 @@ class MeansByHand:
                 self._equal.setdefault(mean.at, set()).add(param)
             else:
                 self._differ = True
+
+
+def _looking(tracer: Callable[[], Tracer | None]) -> Tracer | None:
+    """Return the tracer where values can be looked at now, which neither a compiler nor a CUDA graph lets one do."""
+    return None if torch.compiler.is_compiling() or capturing() else tracer()
 
 
 def _has_all_ranks(group: Any) -> bool:
