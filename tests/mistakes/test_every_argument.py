@@ -175,6 +175,12 @@ def one_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CPU_NUM", "1")
 
 
+@pytest.fixture(autouse=True)
+def _no_wish_to_stop_is_left() -> Iterator[None]:
+    yield
+    forget_stop()
+
+
 def test_each_public_name_is_tried_or_left_out_for_a_reason():
     names = public()
     assert [name for name in names if (name in RIGHT) == bool(reason_of(name))] == []

@@ -160,6 +160,7 @@ def test_there_is_a_guard_only_where_errors_are_late():
     cpu, cuda = [torch.zeros(2)], [mock.Mock(device=torch.device("cuda", 0), dtype=torch.float32)]
     cuda[0].numel.return_value = 2
     cuda[0].is_complex.return_value = False
+    cuda[0].grad_dtype = torch.float32
     assert spoiler_of(cpu, 2) is None
     assert spoiler_of(cuda, 1) is None
     assert isinstance(spoiler_of(cuda, 2), Spoiler)
