@@ -5,7 +5,9 @@ from __future__ import annotations
 import atexit
 import json
 from collections import Counter
+from contextlib import suppress
 from datetime import timedelta
+from time import monotonic
 from weakref import ref
 from zlib import crc32
 
@@ -21,7 +23,7 @@ __all__ = ["NeverAveraged"]
 
 STEPS = 1_000  # after which the ranks compare, unless the process ends before
 AGAIN = 64  # steps between two looks whether the others have got there
-PATIENCE = timedelta(seconds=2)  # for the others, at the end of the process
+PATIENCE = 2  # seconds for the others, at the end of the process
 
 _numbers: Counter[str] = Counter()  # of models that have the same ranks and parameter
 _to_compare: set[NeverAveraged] = set()  # at the end of the process
@@ -70,12 +72,16 @@ class NeverAveraged:
         """Compare nothing: a gradient was averaged."""
         _to_compare.discard(self)
 
-    def at_exit(self) -> None:
-        """Compare with the ranks that get here soon."""
+    def send_rest(self) -> None:
+        """Put what this rank had into the store, at the end of the process."""
         if len(self._samples) < STEPS:
             self._remember()
             self._send()
-        self._store.wait(list(self._keys.values()), PATIENCE)
+
+    def compare_until(self, deadline: float) -> None:
+        """Compare with the ranks that get there in time."""
+        # A wait of 0 would have no end.
+        self._store.wait(list(self._keys.values()), timedelta(seconds=max(deadline - monotonic(), 0.01)))
         self._compare()
 
     def _remember(self) -> None:
@@ -112,8 +118,10 @@ def _hash(sample: Sample) -> int:
 
 @atexit.register
 def _at_exit() -> None:
+    deadline = monotonic() + PATIENCE
+    with suppress(Exception):  # a rank or its store has ended before, or waits for another model: nothing is compared
+        for each in _to_compare:
+            each.send_rest()
     for each in tuple(_to_compare):
-        try:
-            each.at_exit()
-        except Exception:  # a rank or its store has ended before, or waits for another model: nothing can be compared
-            each.stop()
+        with suppress(Exception):
+            each.compare_until(deadline)
