@@ -22,10 +22,11 @@ ALL: Sequence[Fault | JobFault] = [*(fault for fault in FAULTS if fault.options 
 BEGIN, END = "<!-- faults -->", "<!-- end of faults -->"
 RESULTS = ROOT / "bench" / "results"
 SUFFIX = "-faults.json"
-HANDLED, SILENT = "handled", "wrong without a word"
+HANDLED, WARNS, SILENT = "handled", "a warning after wrong steps", "wrong without a word"
 HANGS, LATE = "hangs", "an error that comes late or without the cause"
 KINDS = {
-    **dict.fromkeys((Outcome.RIGHT, Outcome.NAMED, Outcome.WARNED), HANDLED),
+    **dict.fromkeys((Outcome.RIGHT, Outcome.NAMED), HANDLED),
+    Outcome.WARNED: WARNS,
     **dict.fromkeys((Outcome.HANG, Outcome.ORPHANS), HANGS),
     Outcome.CORRUPT: SILENT,
 }  # what counts as what; all others are `LATE`
@@ -80,7 +81,7 @@ def table(measurements: Sequence[Mapping[str, Any]]) -> str:
 def summary(measurements: Iterable[Mapping[str, Any]], side: str) -> str:
     """The counts in words, as the README has them."""
     found = counts(measurements, side)
-    return ", ".join(f"{found[kind]} {kind}" for kind in (HANDLED, SILENT, LATE, HANGS) if found[kind])
+    return ", ".join(f"{found[kind]} {kind}" for kind in (HANDLED, WARNS, SILENT, LATE, HANGS) if found[kind])
 
 
 def _kind(measured: Mapping[str, Any]) -> str:
