@@ -52,6 +52,7 @@ def few_steps(rank, size, name):
     return memory
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", [ADAMW_CASE, MUON_CASE, COPIES_CASE, CUDA_CASE, CUDA_COPIES_CASE])
 def test_every_contender_trains_as_ddp_does_and_an_idle_one_is_seen(ranks, name):
     for memory in ranks(few_steps, name):

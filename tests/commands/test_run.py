@@ -31,6 +31,7 @@ def gan_settings(tmp_path):
     return path
 
 
+@pytest.mark.slow
 def test_two_wrappers_settings_and_another_folder(gan_settings):
     warm = {"warm": True, "warm_ranks": True}  # with the variables of `dpfuse run`, ranks are usual processes
     plain = python("-m", "dpfuse.launch", "--nproc_per_node", 2, "gan.py", gan_settings, **warm)
@@ -218,6 +219,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_a_look_for_torch_changes_nothing_and_what_stays_torchs_is_named_at_the_end(tmp_path):
     (tmp_path / "some.py").write_text(SOME_STAY)
     done = python("-m", "dpfuse", "run", "--ranks", 2, "some.py", folder=tmp_path, DPFUSE_TRACE=str(tmp_path / "trace"))
@@ -255,10 +257,8 @@ def test_of_a_program_that_uses_our_class_it_is_said_that_nothing_was_to_be_repl
     ]
 
 
-@pytest.mark.parametrize(
-    "ending",
-    ["import a_module_that_is_not_there", pytest.param("import sys; sys.exit(2)", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("ending", ["import a_module_that_is_not_there", "import sys; sys.exit(2)"])
 def test_a_rank_that_fails_before_it_wraps_is_not_told_that_nothing_was_replaced(ending, tmp_path):
     (tmp_path / "fails.py").write_text(f"import torch\n{ending}\n")
     done = python("-m", "dpfuse", "run", "--ranks", 2, "fails.py", folder=tmp_path)

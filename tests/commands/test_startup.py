@@ -201,6 +201,7 @@ def play(tmp_path_factory) -> Callable[..., CompletedProcess[str]]:
     return run
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_each_way_to_import_torch_is_seen(play, name, tmp_path):
     (tmp_path / "main.py").write_text(PROGRAMS[name])
@@ -228,6 +229,7 @@ def test_torch_may_be_there_before_python_has_looked_for_our_file(play):
     assert (done.returncode, done.stdout, done.stderr) == (0, "started\ndpfuse\n", "")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("rank", ["", "0", "1"])
 @pytest.mark.parametrize("hide", ["os.environ['TORCH_DEVICE_BACKEND_AUTOLOAD'] = '0'", "sys.meta_path.pop()"])
 def test_where_torch_does_not_call_us_rank_0_says_so_at_its_end(play, hide, rank):

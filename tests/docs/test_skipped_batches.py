@@ -97,6 +97,7 @@ def batches_of(rank):
     return [batch(rank, number) for number in range(BATCHES)]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("views", [True, False], ids=["views", "private"])
 @pytest.mark.parametrize("place", ["backward of the loss", "hook", "late hook"])
 @pytest.mark.parametrize("number", [0, 1, 3, BATCHES - 2])
@@ -109,6 +110,7 @@ def test_the_lines_of_the_page_skip_a_batch_on_all_ranks(rank, size, number, pla
     assert_equal_weights(model, size)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("place", ["forward", "loss"])
 @pytest.mark.parametrize("number", [0, 3, BATCHES - 1])
 def test_a_loss_of_zero_takes_the_place_of_a_batch_whose_loss_could_not_be_computed(rank, size, number, place):

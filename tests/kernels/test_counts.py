@@ -28,6 +28,7 @@ def test_example_of_the_kernel_docstring(backend: Backend) -> None:
     assert "counts [10, 20] become [12, 21]" in (_flatten_kernel.__doc__ or "")
 
 
+@pytest.mark.one_in(2)
 @both
 @pytest.mark.parametrize("scale", [pytest.param(1.0, marks=pytest.mark.slow), 1 / 3])
 @pytest.mark.parametrize(("dtype", "wire"), PAIRS)

@@ -42,6 +42,7 @@ def test_example_of_the_kernel_docstring(backend: Backend) -> None:
     assert "[0.5, 1, 1.5, 9, 2, 2.5]" in (_flatten_kernel.__doc__ or "")
 
 
+@pytest.mark.one_in(3)
 @both
 @pytest.mark.parametrize("scale", [1.0, pytest.param(0.25, marks=pytest.mark.slow), 1 / 3])
 @pytest.mark.parametrize(("dtype", "wire"), PAIRS)

@@ -68,7 +68,7 @@ def test_examples_of_the_kernel_docstring(backend: Backend) -> None:
     assert "residual is [0, 0.25, 0, 0.25, 0, 0]" in text
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @both
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize(("dtype", "wire"), PAIRS)

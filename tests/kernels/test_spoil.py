@@ -117,7 +117,7 @@ def test_addresses_are_uploaded_once_and_tensors_not_kept() -> None:
     assert tensors[0].isnan().all()
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @both
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("pairs", [ALARM, CALM], ids=["alarm", "calm"])

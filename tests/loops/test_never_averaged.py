@@ -41,12 +41,12 @@ def test_a_long_training_is_told_before_its_end():
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("local_sgd", 30),
+        pytest.param(("local_sgd", 30), marks=pytest.mark.slow),
         ("local_sgd", 120, 40),
         ("in_hooks", 30),
-        ("in_the_step", 30),
-        ("same_batches", 30),
-        ("one_average", 30),
+        pytest.param(("in_the_step", 30), marks=pytest.mark.slow),
+        pytest.param(("same_batches", 30), marks=pytest.mark.slow),
+        pytest.param(("one_average", 30), marks=pytest.mark.slow),
         ("apart", 19),
     ],
     ids=str,

@@ -195,6 +195,7 @@ def by_hand(rank, size, options):
     return train(model, sgd(layers.parameters(), momentum=0.5), rank)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("optimizer_first", [True, False])
 @pytest.mark.parametrize(
     ("fields", "options", "buckets"),

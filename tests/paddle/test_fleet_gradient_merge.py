@@ -69,6 +69,7 @@ def by_hand(rank, size, k_steps, avg):
     return history
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("idiom", ["paddle", "torch"])
 @pytest.mark.parametrize(("k_steps", "avg"), [(2, True), (3, True), (3, False)])
 def test_merging_equals_a_loop_with_no_sync_bit_for_bit(ranks, k_steps, avg, idiom):

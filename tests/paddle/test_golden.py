@@ -81,6 +81,7 @@ def reduce(rank, size, case):
     return [weight.grad.double().tolist() for weight in model._layers.weights]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("case", cases("reduce"))
 def test_a_reduction_returns_what_paddles_returns(ranks, case):
     results = ranks(reduce, case, size=case["nranks"])

@@ -11,6 +11,8 @@ from tests.random_programs.program import Program, run
 from tests.random_programs.renamed_children import RenamedChildren
 from tests.random_programs.shared_buffers import SharedBuffers
 
+OFTEN = ("whole", "sharded")  # the kinds that three ranks train in `make test`
+
 
 def cases(few, many):
     """So many seeds for `make test`, and as many more for `make test-all`; `make test-programs` runs thousands."""
@@ -25,15 +27,18 @@ def test_two_ranks(rank, size, seeds, kind):
     run(seeds, makes(kind, rank, size))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind in OFTEN else pytest.mark.slow) for kind in KINDS]
+)
 @cases(1, 39)
 @pytest.mark.ranks(size=3, timeout=1800)
 def test_three_ranks(rank, size, seeds, kind):
     run(seeds, makes(kind, rank, size))
 
 
-@cases(1, 39)
+@pytest.mark.slow
 @pytest.mark.ranks(size=4, timeout=1800)
+@pytest.mark.parametrize("seeds", [range(1), range(1, 40)], ids=lambda seeds: f"{seeds.start}-{seeds.stop}")
 def test_four_ranks_in_a_mesh(rank, size, seeds):
     run(seeds, makes(MESH, rank, size))
 

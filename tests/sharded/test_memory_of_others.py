@@ -58,6 +58,7 @@ def held_places(optimizer: Any) -> int:
     return sum(len(shard.flat_params.apart) for shard in optimizer._shards._shards)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("when", ["before", 0, 2])
 @pytest.mark.parametrize("keep", KEEPING, ids=lambda one: one.__name__)
 @pytest.mark.parametrize("face", FACES)
@@ -144,6 +145,7 @@ class Attention(nn.Module):
         return self.out(torch.tanh(x @ whole.T))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("face", FACES)
 def test_weights_that_are_views_of_one_tensor(rank, size, face, kind):

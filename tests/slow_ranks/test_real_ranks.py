@@ -25,12 +25,9 @@ def played(rank, size, *cases):
     return play([asdict(case) for case in cases])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("size", "phase"),
-    [
-        (2, "forward"),
-        *(pytest.param(2 + index % 3, phase, marks=pytest.mark.slow) for index, phase in enumerate(DELAYED)),
-    ],
+    ("size", "phase"), [(2, "forward"), *((2 + index % 3, phase) for index, phase in enumerate(DELAYED))]
 )
 def test_a_delay_as_long_as_a_step_is_attributed(ranks, size, phase):
     """The record of `bench.slow_ranks` has delays of a fifth of a step, which need a quiet machine."""

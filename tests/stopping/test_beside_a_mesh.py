@@ -72,6 +72,7 @@ def asked(rank, size, asker, way, micro, slow=None):
         )
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("asker", range(4))
 @pytest.mark.parametrize("micro", [1, 3])
 @pytest.mark.parametrize("way", ["call", "signal"])
@@ -80,6 +81,7 @@ def test_all_groups_stop_one_average_later(ranks, way, micro, asker):
     assert ranks(asked, asker, way, micro, size=4) == [(3 + DELAY, why)] * 4
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("slow", [0, 1])
 def test_a_group_that_hears_while_another_one_is_before_the_same_backward(ranks, slow):
     """Nothing in these backwards waits for the other group, so one may end before the other begins."""
@@ -248,6 +250,7 @@ def uneven(rank, size, asker):
         return done, str(model.stop_reason)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("asker", [2, 3])
 def test_ranks_without_inputs_hear_it(ranks, asker):
     why = f"rank {asker} has asked: me"

@@ -77,6 +77,7 @@ def asked(rank: int, size: int, way: str, step: int, askers: tuple[int, ...], la
         return steps(WAYS[way](network()), rank, {step: f"me{rank}"} if rank in askers else {})
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("step", [0, 2])
 @pytest.mark.parametrize("way", WAYS)
@@ -85,6 +86,7 @@ def test_every_rank_knows_after_the_first_backward_that_begins_behind_the_wish(r
     assert ranks(asked, way, step, (size - 1,), False, size=size) == [expected] * size
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("way", ["views", "private", "unused", "strict"])
 @pytest.mark.parametrize("step", [0, 2])
 def test_on_a_gpu_every_rank_knows_one_backward_later(ranks, way, step):

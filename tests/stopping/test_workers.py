@@ -61,6 +61,7 @@ def _torch_waits_less(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", SECONDS)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_stuck_workers_outlive_a_signal_and_end_together_when_their_loader_is_closed() -> None:
     with dpfuse.stop_on_signals():
@@ -145,7 +146,7 @@ elif sys.argv[1] == "fails":
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("end", ["ends", pytest.param("fails", marks=SLOW), "is killed"])
+@pytest.mark.parametrize("end", ["ends", pytest.param("fails", marks=SLOW), pytest.param("is killed", marks=SLOW)])
 def test_a_program_leaves_no_stuck_worker_behind(end: str, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     log = tmp_path / "log"
@@ -179,7 +180,7 @@ def test_a_program_leaves_no_stuck_worker_behind(end: str, tmp_path: Path) -> No
         pytest.param((), "forkserver", TERM, "group", marks=SLOW),
         pytest.param((), "spawn", TERM, "group", marks=SLOW),
         pytest.param((), "forkserver", USR1, "group", marks=SLOW),
-        ((*TORCHRUN, "--nproc_per_node=2"), "fork", TERM, "launcher"),
+        pytest.param((*TORCHRUN, "--nproc_per_node=2"), "fork", TERM, "launcher", marks=SLOW),
         pytest.param((*TORCHRUN, "--nproc_per_node=2"), "spawn", TERM, "launcher", marks=SLOW),
         pytest.param((*TORCHRUN, "--nproc_per_node=2"), "spawn", USR1, "ranks", marks=SLOW),
         pytest.param((*TORCHRUN, "--nproc_per_node=2"), "fork", USR1, "launcher", marks=SLOW),  # which ends of it

@@ -345,12 +345,10 @@ dpfuse.DataParallel(torch.nn.Linear(2, 2))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "wrapper"),
-    [
-        (["program.py"], "torch"),
-        pytest.param(["-m", "dpfuse", "run", "program.py", "first"], "dpfuse", marks=pytest.mark.slow),
-    ],
+    [(["program.py"], "torch"), (["-m", "dpfuse", "run", "program.py", "first"], "dpfuse")],
     ids=["after the import", "before the import, under dpfuse run"],
 )
 def test_a_folder_is_that_of_the_start_where_the_program_changes_its_own(words, wrapper, tmp_path):

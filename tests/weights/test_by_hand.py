@@ -44,7 +44,7 @@ def train(rank, steps, module, optimizer, step_of, wrap=None, *, stop=True):
     return found
 
 
-@pytest.mark.parametrize("name", one_in(3, AVERAGED))
+@pytest.mark.parametrize("name", one_in(6, AVERAGED))
 @pytest.mark.ranks(size=2, timeout=60)
 def test_a_drift_is_named(rank, size, name):
     torch.manual_seed(0)
@@ -116,6 +116,7 @@ def off(module):
     return dpfuse.DataParallel(module, check_training="off")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("steps_of", "wrap"),
     [(all_step, None), (all_step, dpfuse.DataParallel), (owners_send, None), (first_steps, None), (noisy, off)],

@@ -76,7 +76,7 @@ def check(found, size, name):
         assert "Of two ranks none can be said to be right" in text, text
 
 
-@pytest.mark.parametrize("name", one_in(2, DRIFTS))
+@pytest.mark.parametrize("name", one_in(4, DRIFTS))
 def test_a_drift_is_named(ranks, name):
     check(ranks(told, name, "DataParallel", size=2), 2, name)
 

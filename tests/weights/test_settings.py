@@ -86,7 +86,7 @@ def edit_shared(net):
     net.layers[1].weight[2, 3] += 0.25
 
 
-@pytest.mark.parametrize("name", one_in(2, SETTINGS))
+@pytest.mark.parametrize("name", one_in(4, SETTINGS))
 def test_a_frozen_weight(rank, size, name):
     options, make = SETTINGS[name]
     model = dpfuse.DataParallel(Net(), check_training="warn", **options)
@@ -94,7 +94,7 @@ def test_a_frozen_weight(rank, size, name):
     assert "It is parameter 'frozen.weight'; 1 of 4 differ." in text
 
 
-@pytest.mark.parametrize("name", one_in(2, [name for name in SETTINGS if not name.startswith("sharded")]))
+@pytest.mark.parametrize("name", one_in(4, [name for name in SETTINGS if not name.startswith("sharded")]))
 def test_a_shared_weight_that_is_trained(rank, size, name):
     options, make = SETTINGS[name]
     model = dpfuse.DataParallel(Net(), check_training="warn", **options)

@@ -17,7 +17,6 @@ from dpfuse.trace.attachment import process_tracer, start_tracer, stop_tracer
 from dpfuse.trace.trace_file import read_folder
 from tests.commands.doctor.made import NAMES, traces_of, window
 from tests.loops.nets import batches, loss_of, mlp
-from tests.one_in import crossed
 from tests.torch_ddp import torch_ddp
 
 LOOKS = {"unaveraged": unaveraged_step, "lost": lost_batches, "changed": changed_gradients}
@@ -218,13 +217,17 @@ def told(traces):
 WAYS = {"torch": "torch", "dpfuse": "dpfuse"}
 
 
-@pytest.mark.parametrize(("name", "wrap"), crossed(3, {name: name for name in WRONG}, WAYS))
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("wrap", WAYS)
+@pytest.mark.parametrize("name", WRONG)
 def test_what_is_wrong_with_windows_is_told(name, wrap, ranks, tmp_path):
     ranks(traced, tmp_path, name, wrap)
     assert told(read_folder(tmp_path)) == [WRONG[name][0]]
 
 
-@pytest.mark.parametrize(("name", "wrap"), crossed(3, {name: name for name in RIGHT}, WAYS))
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("wrap", WAYS)
+@pytest.mark.parametrize("name", RIGHT)
 def test_nothing_is_told_of_right_windows(name, wrap, ranks, tmp_path):
     ranks(traced, tmp_path, name, wrap)
     assert told(read_folder(tmp_path)) == []

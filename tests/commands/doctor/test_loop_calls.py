@@ -21,7 +21,6 @@ from tests.commands.doctor.cases import NEAR, OF_CALLS, PLANTED
 from tests.commands.doctor.made import called, run_of, traces_of, window
 from tests.commands.doctor.test_observer import GROUP, observed
 from tests.commands.programs import PROGRAMS
-from tests.one_in import crossed
 
 LOOKS = {
     "DPF-L12": never_zeroed,
@@ -273,7 +272,9 @@ def remarks(folder, file, name, wrapper):
     return {one.code: one for one in remarks_of([run_of(folder, 1, wrapper)], None) if one.code in LOOKS}
 
 
-@pytest.mark.parametrize(("name", "wrapper"), crossed(3, {name: name for name in OF_CALLS}, WAYS))
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("wrapper", WAYS)
+@pytest.mark.parametrize("name", OF_CALLS)
 def test_a_wrong_program_is_named_with_its_line_and_step(name, wrapper, tmp_path):
     found = remarks(tmp_path, "planted", name, wrapper)
     code, step = OF_CALLS[name]
@@ -282,6 +283,8 @@ def test_a_wrong_program_is_named_with_its_line_and_step(name, wrapper, tmp_path
     assert found[code].step == step
 
 
-@pytest.mark.parametrize(("name", "wrapper"), crossed(3, {name: name for name in NEAR}, WAYS))
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("wrapper", WAYS)
+@pytest.mark.parametrize("name", NEAR)
 def test_a_right_program_that_comes_near_is_left_alone(name, wrapper, tmp_path):
     assert remarks(tmp_path, "healthy", name, wrapper) == {}

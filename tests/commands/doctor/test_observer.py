@@ -89,6 +89,7 @@ def test_torchs_class_takes_the_place_of_ours(model, wrapper, made, numeric, tmp
     assert (trace.models[0]["wrapper"], len(trace.steps)) == (made, 5)
 
 
+@pytest.mark.slow
 def test_a_look_for_torch_before_its_import_changes_nothing(tmp_path):
     found = observed(tmp_path, "dpfuse", "DistributedDataParallel(net)", warm=False)
     assert (found.code, found.said, found.facts["replaceable"]) == (0, "", 1), found.error

@@ -49,7 +49,7 @@ def assert_bits(one, other):
             assert a.grad.stride() == a.stride() or a.dim() < 2, name
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
 @pytest.mark.parametrize("views", [True, False], ids=["views", "private"])
 @pytest.mark.parametrize("real", [True, False], ids=["mixed", "complex"])
@@ -83,6 +83,7 @@ def mean_of(net, size):
     return [torch.view_as_complex(g) if p.is_complex() else g for g, p in zip(grads, net.parameters(), strict=True)]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("views", [True, False], ids=["views", "private"])
 @pytest.mark.parametrize(
     ("options", "tolerance"),

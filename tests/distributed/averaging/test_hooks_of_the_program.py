@@ -155,6 +155,7 @@ def added_in_backward(module):
         param.register_hook(adding(param))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}], ids=["", "graph"])
 @pytest.mark.parametrize("prepare", [added_in_forward, added_in_backward])
 @pytest.mark.parametrize("face", FACES)

@@ -84,6 +84,7 @@ def windows(rank, size, face, counts, one_backward, options, kind):
             torch.testing.assert_close(model.module.layer.weight.grad, mean, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", [Net, Sums])
 @pytest.mark.parametrize("one_backward", [False, True], ids=["no_sync", "one backward"])
 @pytest.mark.parametrize("counts", COUNTS, ids=str)

@@ -270,7 +270,7 @@ def compare(rank, size, make, way, face, keep="nothing"):
         kept = kept or KEPT[keep](model.module)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("make", MODULES)
 def test_gradients_are_those_of_the_buffers_that_the_forward_saw(ranks, make, way):
@@ -283,7 +283,7 @@ def test_so_they_are_for_other_wrappers(ranks, make, face):
     ranks(compare, make, one_of_two_backwards_first, face)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("make", [EvalNorm, NormOnce])
 @pytest.mark.parametrize("keep", [*KEPT][1:])

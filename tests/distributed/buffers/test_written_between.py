@@ -106,6 +106,7 @@ def told(rank, step, wrote, others):
     )
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("way", WRITES)
 @pytest.mark.parametrize("face", FACES)
 def test_one_step_is_late_and_later_ones_are_as_with_torch(rank, size, face, way):
@@ -303,6 +304,7 @@ RIGHT = [
 ]  # fmt: skip
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("program", RIGHT, ids=lambda program: program.__name__)
 @pytest.mark.parametrize("face", FACES)
 def test_a_right_program_hears_nothing_and_forwards_send_nothing(rank, size, face, program):

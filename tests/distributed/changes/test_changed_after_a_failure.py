@@ -75,6 +75,7 @@ def train(rank: int, size: int, failing: int, failed_in: int) -> tuple[list[int]
     return raised, wrong
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("failed_in", range(CHANGED - 2, CHANGED + 3))
 def test_the_ranks_go_on_together(ranks, failed_in):
     for failing in (0, 2):

@@ -185,7 +185,7 @@ def changed_in_a_window(rank, size, change, views):
         pair.step()
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("views", [True, False], ids=["views", "private"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_nothing_that_was_accumulated_gets_lost(ranks, change, views):

@@ -57,7 +57,7 @@ def shares(rank, size, wires):
     return {key: nbytes / whole for key, nbytes in steps.items()}
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_16_bits_send_half_and_8_with_their_scales_little_more_than_a_quarter(ranks, size):
     halves = [torch.bfloat16, (torch.bfloat16, torch.float32), (torch.float16, torch.float32)]
     quarters = [torch.float8_e4m3fn, (torch.float8_e5m2, torch.float32)]

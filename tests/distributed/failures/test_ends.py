@@ -72,6 +72,7 @@ def check(how, call, face):
     assert seconds < patience(WITHIN), told
 
 
+@pytest.mark.slow
 def test_a_job_ends_soon_after_rank_0_alone_has_run_a_collective():
     check("plain", "barrier", "DistributedDataParallel")
 

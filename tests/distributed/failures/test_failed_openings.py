@@ -62,6 +62,7 @@ def some(faults: Iterable[Fault], count: int, begin: int = 0) -> Sequence[Fault]
     return found[begin % max(1, len(found) // count) :: max(1, len(found) // count)][:count]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("program", "step", "policy"), SAMPLE)
 def test_one_failure_is_one_error(surveys, program, step, policy):
     faults = some(surveys[2].faults(program, step, policy, every=True), 8, 7 * SAMPLE.index((program, step, policy)))
@@ -70,6 +71,7 @@ def test_one_failure_is_one_error(surveys, program, step, policy):
     assert_all_end_well(surveys[2], faults)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_the_program_fails_in_its_backward(surveys, program):
     places = enumerate(("loss", "hook", "post"))
@@ -77,12 +79,14 @@ def test_the_program_fails_in_its_backward(surveys, program):
     assert {*assert_all_end_well(surveys[2], faults)} == {"one error each"}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_failed_forward_is_silent(surveys, program):
     faults = surveys[2].faults(program, 2, DUMMY)
     assert {*assert_all_end_well(surveys[2], islice(faults, 2))} == {"silent"}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("program", ["views", "micro-batches"])
 def test_two_ranks_of_three_fail(surveys, program):
     faults = [fault for fault in surveys[3].faults(program, 2, SKIP, every=True) if fault.also is not None]

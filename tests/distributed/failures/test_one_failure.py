@@ -90,6 +90,7 @@ def in_the_loss(model, error):
     return model.module.register_forward_hook(lambda module, args, out: out.register_hook(raising(error)) and None)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("planted"), MemoryError("planted"), RuntimeError("planted")])
 @pytest.mark.parametrize("place", [in_a_hook, in_the_loss])
 def test_the_peers_of_a_rank_without_memory_raise_an_error_of_that_class(rank, size, place, error):
@@ -266,6 +267,7 @@ def resumed(model, optimizer, folder):
     assert dpfuse.load_checkpoint(folder, model, optimizer).step == 2
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("mend", [synchronized, loaded, loaded_without_prefix, resumed])
 @pytest.mark.parametrize("face", FACES)
 def test_nothing_is_told_once_the_weights_are_equal_again(rank, size, face, mend):

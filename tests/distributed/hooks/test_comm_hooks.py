@@ -22,7 +22,6 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from dpfuse import DistributedDataParallel
 from dpfuse.engine.exchanges.comm_bucket import CommBucket
-from tests.one_in import crossed
 
 BUILTIN = dist.BuiltinCommHookType
 SMALL = 100 / 2**20  # MB: several buckets for the nets below
@@ -215,9 +214,9 @@ def train_beside_torch(rank, size, net, name, views, cap, micros=1, set_to_none=
             optimizer.zero_grad(set_to_none=set_to_none)
 
 
-@pytest.mark.parametrize(
-    ("name", "views"), crossed(9, {name: name for name in HOOKS}, {"views": True, "private": False})
-)
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("views", [True, False], ids=["views", "private"])
+@pytest.mark.parametrize("name", HOOKS)
 def test_every_hook_gives_the_bits_of_torch(ranks, name, views):
     ranks(train_beside_torch, Mlp, name, views, SMALL)
 

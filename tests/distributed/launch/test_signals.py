@@ -109,7 +109,8 @@ def test_a_signal_reaches_each_rank_and_ends_nothing(number, to, tmp_path):
         assert started.ended() == (0, "")
 
 
-@pytest.mark.parametrize("to", [pytest.param("launcher", marks=pytest.mark.slow), "all"])
+@pytest.mark.slow
+@pytest.mark.parametrize("to", ["launcher", "all"])
 def test_a_signal_that_comes_before_the_handler_is_kept_for_it(to, tmp_path):
     with job(tmp_path, "late") as started:
         started.wait_for_ranks()

@@ -93,6 +93,7 @@ def resumed(rank, size, folder, there, here):
     return numbers(other) == numbers(wrapper)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("face", FACES)
 def test_fixed_micro_batches_go_on_with_their_seed_and_step(ranks, tmp_path, face):
     assert ranks(resumed, str(tmp_path), face, face) == [True] * 2
@@ -356,6 +357,7 @@ def absolute(place):
     return Path(place).expanduser().absolute()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", [str, os.path.normpath, absolute], ids=["str", "normal", "absolute Path"])
 @pytest.mark.parametrize("place", PLACES)
 def test_every_kind_of_folder_is_found_again(ranks, tmp_path, place, kind):

@@ -79,7 +79,7 @@ def interrupted(rank, size, folder, wrapper, times):
     return weights(part[0]) == weights(whole[0])
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_three_ranks_go_on_with_the_same_bits(ranks, tmp_path, wrapper, times):

@@ -158,6 +158,7 @@ CASES = [
 ]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("name", "prefix", "around"), CASES)
 @pytest.mark.parametrize("face", FACES)
 def test_old_and_new_names_are_loaded_with_and_without_prefixes(face, name, prefix, around):

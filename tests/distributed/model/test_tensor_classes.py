@@ -68,6 +68,7 @@ def of_all_ranks(tensor, size):
     return rows
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("as_buffer", [False, True], ids=["parameter", "buffer"])
 @pytest.mark.parametrize("kind", SENT)
 def test_all_ranks_get_the_bits_of_rank_0(rank, size, face, kind, as_buffer):
@@ -80,6 +81,7 @@ def test_all_ranks_get_the_bits_of_rank_0(rank, size, face, kind, as_buffer):
     assert type(net.base) is kept
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", ["bytes", "state", "sparse", "quantised"])
 def test_what_is_the_same_on_all_ranks_and_cannot_be_sent_trains_without_a_word(rank, size, face, kind):
     net = Adapted(kind, seed=7)

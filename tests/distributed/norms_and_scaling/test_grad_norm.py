@@ -152,6 +152,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("face", "large"), [*((face, NONE) for face in FACES), ("private", SOME), ("ddp", ALL)])
 def test_norm_and_clipping_are_torchs_whatever_was_done_to_the_gradients(rank, size, face, large):
     with large_from(large):

@@ -90,6 +90,7 @@ def against_the_reference(rank, size, face, large):
         torch.testing.assert_close(net.spare.bias.grad, twin.spare.bias.grad)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("face", FACES)
 def test_a_weighted_mean_is_that_of_an_explicit_all_reduce(ranks, face):
     ranks(against_the_reference, face, NONE)
@@ -104,6 +105,7 @@ def batch_of(rank, step):
     return torch.randn(count, 5, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize(("micros", "in_buckets"), [(1, False), (3, False), (3, True), (None, False), (None, True)])
 def test_ranks_with_other_batch_sizes_train_as_one_process_with_all_of_them(rank, size, reduction, micros, in_buckets):

@@ -89,7 +89,7 @@ def check(rank, size, places, what):
 
 
 @pytest.mark.ranks(timeout=30)
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("size", [2, 3, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 4, 6))])
 def test_to_freeze_for_some_micro_batches_is_an_error_on_every_number_of_ranks(rank, size):
     check(rank, size, [(*case, number) for case in CASES for number in NUMBERS], "frozen")
 

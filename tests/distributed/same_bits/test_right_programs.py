@@ -308,6 +308,7 @@ def told(rank, size, names):
         return {name: PROGRAMS[name]() for name in names}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_right_programs_hear_nothing_and_have_the_same_bits(ranks):
     (alone,) = ranks(told, list(PROGRAMS), size=1)

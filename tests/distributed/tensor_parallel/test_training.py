@@ -61,7 +61,10 @@ def test_a_divided_layer_trains_on_each_face(ranks, face):
     ranks(train_beside_one_process, Tied, face, size=4)
 
 
-@pytest.mark.parametrize("kind", [Sequence, Everything, pytest.param(Transformer, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind",
+    [Sequence, pytest.param(Everything, marks=pytest.mark.slow), pytest.param(Transformer, marks=pytest.mark.slow)],
+)
 def test_each_kind_of_division_trains(ranks, kind):
     ranks(train_beside_one_process, kind, "DistributedDataParallel", size=4)
 

@@ -48,7 +48,7 @@ def means_of(parts, rank, face=dpfuse.DataParallel, **options):
     return [weight.grad for weight in net.weights], model.reducer.buckets
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_errors_keep_to_the_theory_and_all_ranks_are_alike(rank, size):
     names, parts = zip(*hard_gradients(size, 1500), strict=True)
     worst = {}
