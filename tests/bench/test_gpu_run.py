@@ -155,6 +155,7 @@ def test_a_stopped_suite_leaves_a_record_of_its_finished_cases(run, tmp_path, mo
     assert [entry["case"] for entry in record["measurements"]] == ["one"]
 
 
+@pytest.mark.slow
 def test_a_signal_stops_the_whole_program(tmp_path):
     code = (
         "import sys; from bench import gpu_run; gpu_run.ON_GPU = False;"

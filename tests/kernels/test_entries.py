@@ -37,6 +37,7 @@ WRONG: dict[str, tuple[Callable[[Tensor], object], str]] = {
 }
 
 
+@pytest.mark.one_in(3)
 @both
 @pytest.mark.parametrize("index", range(len(NUMELS)))
 @pytest.mark.parametrize("name", WRONG)

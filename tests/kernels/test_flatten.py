@@ -159,6 +159,7 @@ def odd_shapes() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     }
 
 
+@pytest.mark.one_in(3)
 @both
 @pytest.mark.parametrize("scale", [1.0, 0.5])
 @pytest.mark.parametrize("name", odd_shapes())

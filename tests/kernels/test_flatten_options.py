@@ -185,6 +185,7 @@ def test_slots_in_place_are_read_before_they_are_written(backend: Backend, given
     assert buffer.untouched_outside_slots()
 
 
+@pytest.mark.one_in(2)
 @both
 @pytest.mark.parametrize("wire", [torch.float16, torch.bfloat16])
 def test_nothing_is_lost_over_many_steps(backend: Backend, wire: torch.dtype) -> None:

@@ -111,6 +111,7 @@ def test_examples_of_the_kernel_docstrings(ways: Ways) -> None:
     assert "RESIDUAL full of 0.5 becomes 3.75" in (_sum_quantized_kernel.__doc__ or "")
 
 
+@pytest.mark.one_in(3)
 @both
 @every_format
 @pytest.mark.parametrize("name", block_lists())
@@ -128,6 +129,7 @@ def test_blocks_of_all_kinds_are_torch_s_own_casts(ways: Ways, format: torch.dty
     torch.testing.assert_close(got, mx_decode(table.flat, format)[: values.numel()], rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.one_in(2)
 @both
 @every_format
 @pytest.mark.parametrize("scale", [pytest.param(1.0, marks=pytest.mark.slow), 1 / 3])
@@ -194,6 +196,7 @@ def test_none_packs_zeros_whatever_the_factor_and_is_skipped_on_the_way_back(way
     assert got[2].eq(0).all()
 
 
+@pytest.mark.one_in(2)
 @both
 @every_format
 def test_nothing_is_lost_over_many_steps(ways: Ways, format: torch.dtype) -> None:
@@ -212,6 +215,7 @@ def test_nothing_is_lost_over_many_steps(ways: Ways, format: torch.dtype) -> Non
     assert residual[:700].abs().max() < 8 * 2.0 ** -(MANTISSA[format] + 1), "what is left does not grow"
 
 
+@pytest.mark.one_in(2)
 @both
 @every_format
 @pytest.mark.parametrize("rows", [1, 2, 5])

@@ -62,6 +62,7 @@ def test_example_of_the_product_docstring(product: Product) -> None:
     assert "they become [0.5, 1, 1.5] and [2, 2.5]" in (_multiply_kernel.__doc__ or "")
 
 
+@pytest.mark.one_in(2)
 @every_norm
 @every_dtype
 @pytest.mark.parametrize("own", [False, True])
@@ -187,7 +188,7 @@ def test_many_tensors_of_any_length_keep_their_digits_and_are_few_calls(dtype: t
     assert norms.call_count == 2 * 3, "two for each long one, and for two groups of short ones"
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @every_product
 @every_dtype
 @pytest.mark.parametrize("factor", [0.5, 1 / 3, 1.0, 0.0, NAN])

@@ -44,6 +44,7 @@ def test_every_dtype_pair_is_scaled_in_the_compute_type_and_rounded_once(
     assert same_bits(table.flat, held)
 
 
+@pytest.mark.one_in(3)
 @both
 @pytest.mark.parametrize("scale", [1.0, 0.5])
 @pytest.mark.parametrize("name", [name for name in odd_shapes() if not name.startswith(("expanded", "negated"))])

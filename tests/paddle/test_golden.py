@@ -29,16 +29,8 @@ def cases(name):
     return [pytest.param(case, id=case["id"]) for case in json.loads((GOLDEN / f"{name}.json").read_text())]
 
 
-def some_slow(params):
-    """The same cases; two of three with plain backwards are slow."""
-    plain = [param for param in params if param.values[0]["mode"] == "dp"]
-    slow = [param for place, param in enumerate(plain) if place % 3]
-    return [
-        pytest.param(*param.values, id=param.id, marks=pytest.mark.slow if param in slow else ()) for param in params
-    ]
-
-
-@pytest.mark.parametrize("case", some_slow(cases("trajectories")))
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("case", cases("trajectories"))
 def test_training_follows_paddles_trajectory(rank, size, case):
     net = GoldenNet(case, case["init_rank1"] if rank and case["init_differs"] else case["init"])
     options = ("comm_buffer_size", "last_comm_buffer_size", "find_unused_parameters")

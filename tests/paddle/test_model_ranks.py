@@ -93,6 +93,7 @@ def on_one_process(samples, batch_size):
     return evaluated(model, make_data(samples), batch_size)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("samples", "batch_size", "kind", "size"),
     [

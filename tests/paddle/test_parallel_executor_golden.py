@@ -33,7 +33,7 @@ class Linear(nn.Module):
         return {"y": y, "loss": ((y - t) ** 2).mean()}
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     "case", SPLITS, ids=lambda case: f"{case['samples']}-on-{case['devices']}-{'train' if case['training'] else 'test'}"
 )

@@ -338,6 +338,7 @@ ADAGRAD = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ADAGRAD)
 def test_settings_of_adagrad_are_those_of_ddp(ranks, name):
     how = {"groups": differently, "scheduler": warm_up if name != "a tensor" else None}

@@ -229,7 +229,7 @@ PROGRAMS = [
     Accumulating, Uneven, Adversarial, Growing, Frozen, Tied, Mixed, Recomputing, Averaging, Skipping, Compiled,
     Scheduled, Scaled, ScaledByOurs,
 ]  # fmt: skip
-QUICK = (Accumulating, Adversarial, Growing, Recomputing, Averaging, Skipping, ScaledByOurs)
+QUICK = (Accumulating, Growing, Recomputing, ScaledByOurs)
 
 
 def losses(program: Program, optimizer: str, rank: int, options: dict[str, Any]) -> Iterator[Tensor]:

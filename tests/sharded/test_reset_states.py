@@ -218,6 +218,7 @@ def remove_group(optimizer):
     optimizer.param_groups.pop()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("change", [drop, add, swap, remove_group], ids=lambda one: one.__name__)
 @pytest.mark.parametrize("ranks_that_change", [(0, 1), (1,)], ids=str)
 def test_groups_of_other_parameters_are_an_error_on_all_ranks(rank, size, change, ranks_that_change):

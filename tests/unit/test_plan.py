@@ -37,6 +37,7 @@ def specs_of(params):
     ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("case", cases("bucket_assign"))
 def test_assignment_equals_paddle(case):
     specs = specs_of(case["params"])

@@ -109,6 +109,7 @@ def value_of(held):
     return torch.as_tensor(held).clone()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("width", [SMALL, LARGE])
 @pytest.mark.parametrize("hold", HOLDS)
 def test_what_a_program_holds_is_never_written_again(hold, width, renewals):

@@ -14,7 +14,7 @@ def run_wrong(rank: int, size: int, name: str) -> list[str]:
     return [text.partition(":")[0] for text in right_programs.run_program(PROGRAMS[name], rank, size)]
 
 
-@pytest.mark.parametrize("name", one_in(2, PROGRAMS))
+@pytest.mark.parametrize("name", one_in(4, PROGRAMS))
 def test_it_is_told(ranks, name):
     assert ranks(run_wrong, name) == [["DPF-W01"], ["DPF-W01"]]
 

@@ -222,6 +222,7 @@ def test_the_optimizers_that_a_call_is_about_are_noted(call, of, whole, tmp_path
     assert (calls[1]["of"], calls[1]["whole"]) == (of, whole)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("loop", "expected"),
     [

@@ -116,6 +116,7 @@ def packed_early(model: dpfuse.DataParallel, rank: int) -> bool:
     return found
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("switch", "dtype"), [*((switch, torch.float32) for switch in SWITCHES), ("plain", torch.float64)]
 )

@@ -167,6 +167,7 @@ def test_in_windows_the_first_forward_sends(rank, size, face):
     assert len(texts) == 1
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("face", FACES)
 @pytest.mark.parametrize("counts", [(3, 1), (1, 4), (2, 0), (0, 1)], ids=str)
 def test_afterwards_ranks_may_still_have_windows_of_other_lengths(rank, size, face, counts):

@@ -161,7 +161,7 @@ def followed(rank, size, change, views, face, options=()):
         pair.step()
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("views", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["views", "private"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_on_all_ranks_is_followed(ranks, change, views):

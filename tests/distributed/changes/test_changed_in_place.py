@@ -74,7 +74,7 @@ def convert(grad):
     grad.data = grad.data.double()
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("which", ["small.1.0", "square"])
 @pytest.mark.parametrize("ranks_that_change", [(0, 1), (1,)], ids=str)
 @pytest.mark.parametrize("large", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["small", "large"])
@@ -177,6 +177,7 @@ def test_a_parameter_of_another_kind_is_followed_where_all_ranks_change_it(rank,
         check(model, size, step)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("change", PARAMETER_CHANGES, ids=lambda one: one.__name__)
 @pytest.mark.parametrize("face", FACES)
 def test_a_parameter_of_another_kind_on_one_rank_is_an_error_on_all(rank, size, face, change):

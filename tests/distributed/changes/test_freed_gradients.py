@@ -35,7 +35,7 @@ WAYS = {
 }
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("large", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["small", "large"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("ranks_that_change", [(0, 1), (1,)], ids=str)

@@ -69,6 +69,7 @@ def counted(numel, number, views):
     }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("size", "sizes", "kind", "moved", "calls"),
     [

@@ -63,6 +63,7 @@ def counted(rank, size, dtype, buffer_size):
     }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("dtype", "buffer_size"), [(torch.float32, 0.03), (torch.bfloat16, 25)], ids=str)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_a_rank_sends_a_reduce_scatter_for_each_of_its_subtrees_and_one_all_gather(ranks, size, dtype, buffer_size):

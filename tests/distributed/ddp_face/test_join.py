@@ -118,6 +118,7 @@ def test_ranks_that_end_at_different_times_end_with_the_model_of_ddp(ranks, coun
     ranks(compared, counts, {"join": join}, size=len(counts), timeout=30)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("initial", [True, False], ids=["by all", "by active"])
 @pytest.mark.parametrize("zero_first", [True, False], ids=["none", "zeros"])
 def test_gradients_that_are_views_give_the_same(ranks, initial, zero_first):

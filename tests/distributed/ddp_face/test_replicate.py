@@ -205,6 +205,7 @@ def test_a_copy_is_bare(rank, size, way):
     assert all(torch.equal(p.grad, mean) for p, mean in zip(other.parameters(), expected, strict=True))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("how", ["compile()", "torch.compile"])
 def test_it_is_compiled(rank, size, how):
     model, expected = net(), bare_mean(net(), rank)

@@ -113,7 +113,7 @@ NETS = [
 ]  # fmt: skip
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("net", NETS)
 def test_steps_equal_torchs_bitwise(ranks, net, option):

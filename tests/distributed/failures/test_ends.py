@@ -90,7 +90,8 @@ def test_a_job_ends_soon_each_time(attempt):
     check("plain", "barrier", FACES[attempt % 2])
 
 
-@pytest.mark.parametrize("how", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["fork", "spawn"])
 def test_an_error_in_a_process_of_multiprocessing_is_named_by_its_peers(how):
     codes, told, _ = end_of(how, "raise", "DataParallel")
     assert codes == [1]
@@ -174,7 +175,7 @@ if sys.argv[1] == "exit":
         ("raise", 1, False),
         pytest.param("hook", 0, True, marks=pytest.mark.slow),
         pytest.param("exit", 7, True, marks=pytest.mark.slow),
-        ("end", 0, True),
+        pytest.param("end", 0, True, marks=pytest.mark.slow),
     ],
 )
 def test_python_is_not_taken_apart_after_an_error_that_nothing_caught(tmp_path, how, code, apart):

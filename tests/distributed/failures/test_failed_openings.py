@@ -62,8 +62,10 @@ def some(faults: Iterable[Fault], count: int, begin: int = 0) -> Sequence[Fault]
     return found[begin % max(1, len(found) // count) :: max(1, len(found) // count)][:count]
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize(("program", "step", "policy"), SAMPLE)
+@pytest.mark.parametrize(
+    ("program", "step", "policy"),
+    [pytest.param(*case, marks=pytest.mark.slow if place % 2 else ()) for place, case in enumerate(SAMPLE)],
+)
 def test_one_failure_is_one_error(surveys, program, step, policy):
     faults = some(surveys[2].faults(program, step, policy, every=True), 8, 7 * SAMPLE.index((program, step, policy)))
     if policy == SKIP_OOM:  # another exception ends the processes, which takes a second

@@ -211,6 +211,7 @@ def start(rank, size, face="dp", **options):
     return model, optimizer
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("how", LOSSES)
 @pytest.mark.parametrize("face", FACES)
 def test_a_mean_that_one_rank_has_not_used_is_told_on_all_in_the_next_backward(rank, size, face, how):
@@ -428,6 +429,7 @@ class HalfUpdated(torch.optim.SGD):
         return super().step(closure)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize("error", [ZeroDivisionError, torch.OutOfMemoryError, KeyboardInterrupt])
 def test_a_sharded_optimizer_tells_of_its_own_steps(rank, size, error, in_backward):

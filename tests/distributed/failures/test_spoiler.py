@@ -82,6 +82,7 @@ def a_peer_fails(rank, size, kind, first, check):
             assert not any(is_nan(param.grad) for param in used)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("check", ["deferred", "strict"])
 @pytest.mark.parametrize("kind", WRAPS)
 def test_until_a_peers_failure_is_read_gradients_are_nan(ranks, kind, check):

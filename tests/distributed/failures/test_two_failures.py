@@ -140,6 +140,7 @@ def assert_right(rank, size, faults, *, skips):
 SKIPS = pytest.mark.parametrize("skips", [True, False], ids=["skip", "repeat"])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.ranks(size=3)
 @SKIPS
 @pytest.mark.parametrize(
@@ -155,6 +156,7 @@ def test_ranks_pair_and_have_equal_weights_after_two_failures(rank, size, faults
     assert_right(rank, size, faults, skips=skips)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.ranks(size=3)
 @SKIPS
 @pytest.mark.parametrize("place", ["loss", "hook"])

@@ -226,7 +226,7 @@ def test_one_bucket_for_all(ranks, name):
     ranks(train_beside_torch, Mlp, name, True, None)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("set_to_none", [True, False], ids=["none", "zeros"])
 @pytest.mark.parametrize("views", [True, False], ids=["views", "private"])
 @pytest.mark.parametrize("name", ["fp16", "batched PowerSGD", "chained"])

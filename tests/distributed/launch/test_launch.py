@@ -120,7 +120,7 @@ def test_a_failing_rank_ends_the_job_is_named_and_gives_its_exit_code(how, code,
         pytest.param("0", 0, None, marks=pytest.mark.slow),
         ("raise", 1, "raised ValueError: planted"),
         pytest.param("text", 1, "raised SystemExit: planted", marks=pytest.mark.slow),
-        ("3", 3, "ended with exit code 3"),
+        pytest.param("3", 3, "ended with exit code 3", marks=pytest.mark.slow),
         pytest.param("300", 300 & 0xFF, "raised SystemExit: 300", marks=pytest.mark.slow),
     ],
 )

@@ -67,6 +67,7 @@ def test_an_exception_of_an_unusual_kind_is_told(kind):
     assert len(told.encode()) < 2 * MOST + 1000
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", raising.LONG)
 def test_a_long_message_is_cut_once_and_a_file_has_the_whole(kind):
     told = error_of(kind)

@@ -208,6 +208,7 @@ def open_window(rank, size, folder, face):
         dpfuse.save_checkpoint(folder, model, step=1)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("face", FACES)
 def test_an_open_window_is_told_of(ranks, tmp_path, face):
     ranks(open_window, str(tmp_path), face)

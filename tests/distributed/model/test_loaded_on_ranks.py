@@ -46,6 +46,7 @@ CASES = [(face, prefix) for face in ("dp", "ddp") for prefix in ("", "module.", 
 CASES += [("replicate", "")]  # it is the module itself
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("face", "prefix"), CASES)
 @pytest.mark.parametrize("old", [False, True], ids=["new names", "old names"])
 def test_the_first_gradients_after_loading_are_those_of_torchs_class(rank, size, face, prefix, old):

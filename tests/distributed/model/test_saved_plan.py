@@ -112,6 +112,7 @@ def layouts(rank, size, folder, case):
     return loaded == before, loaded == saved[0].bucket_plan.layout, model.bucket_plan.layout == loaded
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("case", "expected"),
     [

@@ -363,6 +363,7 @@ class Migrating(nn.Module):
         super()._load_from_state_dict(state, prefix, local_metadata, *rest)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("face", FACES)
 @pytest.mark.parametrize("there", [lambda module: module, compiled, TorchDDP, lambda m: compiled(TorchDDP(m))])
 @pytest.mark.parametrize("here", [lambda module: module, compiled])

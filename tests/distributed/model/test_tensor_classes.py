@@ -225,6 +225,7 @@ def test_weights_are_sent_again_when_asked_for(rank, size, face, kind):
     assert torch.equal(net.weight(), Adapted(kind, seed=3).weight())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", ["shown", "operations", "bytes", "sparse", "quantised"])
 def test_frozen_weights_of_other_classes_lie_beside_a_sharded_optimizer(rank, size, face, kind):
     net = Adapted(kind, seed=0)

@@ -96,7 +96,7 @@ def test_a_state_is_loaded_by_swapping(rank, size, face):
             optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("what", ["parameter", "gradient", "both"])
 @pytest.mark.parametrize("face", FACES)
 def test_tensors_are_swapped(rank, size, face, what):

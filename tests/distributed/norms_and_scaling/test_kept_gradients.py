@@ -353,6 +353,7 @@ def frozen_inside(rank, size, face, used):
     same(clones(net.judges()), expected)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("used", [True, False], ids=["used", "unused"])
 @pytest.mark.parametrize("face", ["views", "private", "in buckets", "ddp"])
 def test_a_parameter_that_is_frozen_inside_a_window_keeps_its_mean(ranks, face, used):

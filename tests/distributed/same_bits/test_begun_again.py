@@ -123,7 +123,7 @@ def raised_in_a_backward(training):
 BREAKS = (left, left_at_the_last, left_after_the_last_forward, zeroed, raised_in_a_forward, raised_in_a_backward)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("of_all", [True, False], ids=["all ranks", "one rank"])
 @pytest.mark.parametrize("broken", BREAKS)
 @pytest.mark.ranks(size=2)

@@ -67,6 +67,7 @@ def errors(what: str, told: list[str], but: int | None = None) -> list[str]:
     return texts
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("what", CASES)
 def test_a_mistake_of_one_rank_is_named_on_all(what):
     first, own, last = errors(what, told_by_ranks(what))

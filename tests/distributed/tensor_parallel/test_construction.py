@@ -92,6 +92,7 @@ def test_a_mesh_of_one_rank_beside_the_group_is_no_hindrance(rank, size):
     assert torch.equal(local(net.weight.grad), torch.full((8, 8), 2.5))
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(size=4)
 def test_a_parameter_with_other_memory_is_followed(rank, size):
     mesh = mesh_of_four()

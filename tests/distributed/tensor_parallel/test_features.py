@@ -120,6 +120,7 @@ def test_calls_that_are_refused(rank, size, name):
     check_means(net, mean_of_one_process())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.ranks(size=4)
 @pytest.mark.parametrize("hook", [default_hooks.allreduce_hook, default_hooks.bf16_compress_hook])
 def test_communication_hooks_get_the_local_gradients(rank, size, hook):
@@ -221,7 +222,8 @@ def test_torch_saves_and_loads_in_parts(rank, size):
 
 
 @pytest.mark.ranks(size=4)
-@pytest.mark.parametrize("drifts", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("drifts", [True, False])
 def test_weights_are_compared_between_the_replicas(rank, size, drifts):
     model, net, mesh = wrapped()
     optimizer = torch.optim.SGD(net.parameters(), 0.1, foreach=False)
@@ -288,6 +290,7 @@ def trained_with(scaler, model, net, mesh, steps=4):
     return seen
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.ranks(size=4)
 @pytest.mark.parametrize("kind", [Tied, Everything])
 def test_the_scaler_of_the_page_skips_on_all_ranks(rank, size, kind):
