@@ -210,7 +210,7 @@ def errors_of(work):
     return ""
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", [SEEN, UNSEEN])
 @pytest.mark.parametrize("ranks_that_change", EACH, ids=str)
 @pytest.mark.parametrize("change", CONVERTING, ids=lambda one: one.__name__)
@@ -229,7 +229,7 @@ def test_another_kind_before_the_forward_is_an_error_on_all(rank, size, change, 
     dist.barrier()
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("ranks_that_change", EACH, ids=str)
 @pytest.mark.parametrize(
     "change", [one for one in CONVERTING if one is not convert_the_model], ids=lambda o: o.__name__

@@ -108,7 +108,7 @@ HOWS = {
 }
 
 
-@pytest.mark.parametrize("how", with_marks(HOWS, ("groups and a scheduler", "bfloat16")))
+@pytest.mark.parametrize("how", with_marks(HOWS, ("groups and a scheduler",)))
 def test_programs_have_the_bits_of_ddp(ranks, how):
     kind = KINDS["Adam"]  # its update has the same bits in 16 bits, wherever an element lies
     assert ranks(differing, *kind, 60, HOWS[how]) == [[], []]

@@ -50,7 +50,7 @@ def in_order(rank, size):
     return trained_beside(optim.AdamW, 30, peer=peer, extra=EXTRA, lr=0.01)[0]
 
 
-@pytest.mark.parametrize("size", [1, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [3, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 4))])
 def test_more_ranks_have_the_bits_of_ordered_sums(ranks, size):
     assert ranks(in_order, size=size) == [[]] * size
 
@@ -458,6 +458,7 @@ def loaded_at_once(rank, size, forward):
     return bits_differ([*net.state_dict().values()], [*saved.values()])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("forward", [False, True], ids=["at once", "after a forward"])
 def test_no_part_comes_after_a_failed_backward_has_raised(ranks, forward):
     assert ranks(loaded_at_once, forward) == [False, False]

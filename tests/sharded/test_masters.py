@@ -102,6 +102,7 @@ class _Both:
         self.step = lambda: [each.step() for each in optimizers]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("muon", [False, True], ids=["AdamW", "Muon"])
 def test_updates_in_float32_have_the_bits_of_ddp_and_copies_by_hand(ranks, muon):
     assert ranks(beside_ddp, muon) == [([], False)] * 2

@@ -170,7 +170,7 @@ def answer(net: nn.Module, pipe: Any) -> None:
         pipe.send([param.detach().clone().numpy() for param in net.parameters()])
 
 
-@pytest.mark.parametrize("kind", one_in(2, KINDS))
+@pytest.mark.parametrize("kind", one_in(5, KINDS))
 @pytest.mark.parametrize("when", ["before", 0, 3])
 def test_another_process_reads_the_weights(rank, size, when, kind):
     optimizer_class, options = KINDS[kind]

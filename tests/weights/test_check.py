@@ -336,6 +336,7 @@ def test_a_rank_that_left_out_a_step_hashes_with_the_others_again(rank, size):
     assert trained.named() == ["still.2"]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_frozen_ones_of_each_rank_are_a_warning_that_says_so_and_trained_ones_an_error(rank, size, compiled):
     torch.manual_seed(0)

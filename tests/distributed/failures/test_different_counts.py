@@ -108,7 +108,7 @@ def strays(rank, size, fault, message, face, before, options):
         right_steps(model, rank, size, micro)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": False}], ids=["default", "private"])
 @pytest.mark.parametrize("face", FACES)
 @pytest.mark.parametrize("fault", CASES, ids=lambda fault: fault.__name__)

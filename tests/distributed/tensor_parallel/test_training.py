@@ -56,6 +56,7 @@ def train_beside_one_process(rank, size, kind, face, windows=1, steps=5, foreach
         torch.testing.assert_close(whole(value), alone.state_dict()[name], rtol=1e-3, atol=1e-4, msg=name)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("face", ["DataParallel", "DistributedDataParallel", "replicate", "views"])
 def test_a_divided_layer_trains_on_each_face(ranks, face):
     ranks(train_beside_one_process, Tied, face, size=4)
