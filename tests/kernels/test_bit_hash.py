@@ -126,6 +126,7 @@ def test_views_at_any_address(hash_bits: Hash) -> None:
         assert hashed(hash_bits, [view]) == by_hand([view.clone()], 3)
 
 
+@pytest.mark.one_in(2)
 @both
 def test_each_flipped_bit_and_each_swap_changes_the_hash(hash_bits: Hash) -> None:
     chance = random.Random(0)

@@ -25,7 +25,6 @@ every_amd = targets(*AMD)
 every_architecture = targets(*NVIDIA, *AMD)
 
 
-@pytest.mark.one_in(2)
 @every_kernel
 @every_nvidia
 def test_elements_tensors_and_errors_move_128_bits_at_a_time(

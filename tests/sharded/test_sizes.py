@@ -79,6 +79,7 @@ def memory_and_bytes(rank, size):
     return nbytes_of(MADE) / nbytes_of([plain]), divided.sent(size) / whole.sent(size)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_each_rank_has_its_share_of_the_states_and_as_many_bytes_travel(ranks, size):
     for memory, wire in ranks(memory_and_bytes, size=size):
@@ -98,6 +99,7 @@ def scattered(rank, size):
     return max((one - other).abs().max().item() for one, other in pairs), sum(memory.nbytes for memory in idle)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_back_end_that_scatters_sums_needs_no_memory_for_them(ranks, size):
     for largest, nbytes in ranks(scattered, size=size):

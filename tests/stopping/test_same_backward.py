@@ -77,7 +77,7 @@ def asked(rank: int, size: int, way: str, step: int, askers: tuple[int, ...], la
         return steps(WAYS[way](network()), rank, {step: f"me{rank}"} if rank in askers else {})
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("step", [0, 2])
 @pytest.mark.parametrize("way", WAYS)

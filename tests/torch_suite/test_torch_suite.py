@@ -50,6 +50,7 @@ def test_the_numbers_in_the_package_docstring_are_those_of_the_lists() -> None:
         assert text in said
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", names(PUBLIC))
 def test_public_behaviour(name: str) -> None:
     assert not failure(name, "torch")

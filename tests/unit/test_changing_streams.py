@@ -52,6 +52,7 @@ def step(cuda, model, used, draw):  # noqa: F811
     model.zero_grad(set_to_none=draw.random() < 0.7)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", SCHEDULES)
 def test_some_schedules(kind, cuda, monkeypatch):  # noqa: F811
     change_streams(cuda, kind, 2 * EACH, monkeypatch, first=10**6)
@@ -109,6 +110,7 @@ def test_each_rule_without_the_hook_fails(broken, kind, cuda, monkeypatch):  # n
         change_streams(cuda, kind, 10 * EACH, monkeypatch)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("rule", LEARNING)
 def test_rules_that_learn_streams_fail_for_nothing_but_changes(rule, cuda, monkeypatch):  # noqa: F811
     rule(monkeypatch)

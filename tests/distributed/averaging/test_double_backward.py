@@ -77,7 +77,7 @@ def averaged(rank, size, step, face, views):
                 assert torch.equal(param.grad, list(theirs.parameters())[index].grad)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("views", [True, False], ids=["views", "private"])
 @pytest.mark.parametrize("face", [DataParallel, DistributedDataParallel])
 @pytest.mark.parametrize("step", STEPS)

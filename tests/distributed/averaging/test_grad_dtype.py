@@ -76,7 +76,7 @@ def check(model, size, steps, **tolerance):
         torch.testing.assert_close(param.grad.double(), mean, **limits)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(3)
 @pytest.mark.filterwarnings("ignore:.*unused")
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("face", FACES)

@@ -223,7 +223,6 @@ def few_beside_large(rank, size, dtype, options, multiplies, some_stay):
         assert any(len(numels) > 2 and min(numels) == 6 for numels, _ in calls)
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("dtype", "options", "multiplies", "some_stay"),
     [

@@ -64,7 +64,7 @@ def train(rank, size, face, tuned, worse):
     return plans, grads, result and (result.before, result.after)
 
 
-@pytest.mark.parametrize("worse", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("worse", [False, True])
 @pytest.mark.parametrize("face", ["DataParallel", pytest.param("DistributedDataParallel", marks=pytest.mark.slow)])
 def test_every_rank_uses_rank_0s_plan_and_gradients_stay_what_they_were(ranks, face, worse):
     tuned, untuned = ranks(train, face, True, worse), ranks(train, face, False, worse)

@@ -117,7 +117,6 @@ def test_undoing_it_is_a_remedy(rank, size):
         pair.step()
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", ["shape", "dtype", "place", "values", "values of the unfrozen", "frozen"])
 def test_changes_that_differ_are_told_by_name(rank, size, kind):
     pair = Pair(rank, size, "paddle")

@@ -69,7 +69,6 @@ def counted(numel, number, views):
     }
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("size", "sizes", "kind", "moved", "calls"),
     [

@@ -175,7 +175,7 @@ if sys.argv[1] == "exit":
         ("raise", 1, False),
         pytest.param("hook", 0, True, marks=pytest.mark.slow),
         pytest.param("exit", 7, True, marks=pytest.mark.slow),
-        pytest.param("end", 0, True, marks=pytest.mark.slow),
+        ("end", 0, True),
     ],
 )
 def test_python_is_not_taken_apart_after_an_error_that_nothing_caught(tmp_path, how, code, apart):

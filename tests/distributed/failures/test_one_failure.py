@@ -470,6 +470,7 @@ def fail_above_the_outputs(loss, rank):
         loss.backward()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("face", FACES)
 @pytest.mark.parametrize("before", [0, 2])
 def test_a_loss_that_raises_above_the_outputs_is_told_to_the_peers(rank, size, face, before):
@@ -571,6 +572,7 @@ def test_a_loss_that_would_reach_two_models_is_a_named_error_on_all(rank, size):
         right_steps(model, rank, size)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("place", [in_a_hook, in_the_loss])
 @pytest.mark.parametrize("before", [0, 2])
 def test_what_another_model_runs_next_does_not_pair_with_the_backward_that_failed(rank, size, before, place):

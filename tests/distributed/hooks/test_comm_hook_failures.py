@@ -146,7 +146,6 @@ def spoil(rank, size, where, what):
     return str(error.value)
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("where", [None, 1], ids=["everywhere", "on one rank"])
 @pytest.mark.parametrize(
     ("what", "gist"),

@@ -79,7 +79,7 @@ def interrupted(rank, size, folder, wrapper, times):
     return weights(part[0]) == weights(whole[0])
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_three_ranks_go_on_with_the_same_bits(ranks, tmp_path, wrapper, times):
@@ -112,7 +112,6 @@ def layouts(rank, size, folder, case):
     return loaded == before, loaded == saved[0].bucket_plan.layout, model.bucket_plan.layout == loaded
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("case", "expected"),
     [

@@ -71,6 +71,7 @@ def swapping(test):
     return run
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("face", FACES)
 @swapping
 def test_a_module_is_converted_by_swapping(rank, size, face):
@@ -84,6 +85,7 @@ def test_a_module_is_converted_by_swapping(rank, size, face):
             step += 1
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("face", FACES)
 @swapping
 def test_a_state_is_loaded_by_swapping(rank, size, face):
@@ -127,6 +129,7 @@ def test_hooks_of_swapped_parameters_are_called(rank, size):
     assert len(called) == 2 * len(list(model.parameters()))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("face", FACES)
 def test_gradients_are_freed_when_a_program_drops_them(rank, size, face):
     model, optimizer = make(face)
@@ -140,6 +143,7 @@ def test_gradients_are_freed_when_a_program_drops_them(rank, size, face):
             assert not still_held([held])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("face", FACES)
 def test_gradients_and_parameters_are_copied_and_saved(rank, size, face):
     model, optimizer = make(face)
@@ -158,6 +162,7 @@ def test_gradients_and_parameters_are_copied_and_saved(rank, size, face):
     train(model, optimizer, rank, size, 4)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("face", FACES)
 def test_parameters_are_deleted(rank, size, face):
     """Their gradients count no more in a norm, although their places in the buckets stay."""
@@ -170,6 +175,7 @@ def test_parameters_are_deleted(rank, size, face):
         train(model, optimizer, rank, size, step)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("face", FACES)
 def test_a_model_is_deleted(rank, size, face):
     model, optimizer = make(face)
@@ -180,6 +186,7 @@ def test_a_model_is_deleted(rank, size, face):
     assert not still_held(held)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("face", FACES)
 def test_memory_is_made_anew(rank, size, face):
     """As programs do that build a model without memory: all parameters are new objects."""

@@ -128,7 +128,7 @@ def summed(_state, bucket):
     return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0])
 
 
-QUICK = ("views", "deterministic", "half wire")
+QUICK = ("views", "half wire")
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,6 @@ def test_to_freeze_for_some_micro_batches_is_an_error_on_every_number_of_ranks(r
 
 
 @pytest.mark.ranks(timeout=30)
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 3))])
 def test_to_unfreeze_is_one_too(rank, size):
     check(rank, size, [(*case, number) for case in CASES[1:] for number in NUMBERS[1:3]], "unfrozen")

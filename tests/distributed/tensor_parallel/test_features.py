@@ -107,7 +107,6 @@ CALLS = {
 }
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.ranks(size=4)
 @pytest.mark.parametrize("name", CALLS)
 def test_calls_that_are_refused(rank, size, name):
@@ -201,6 +200,7 @@ def test_a_state_dict_is_saved_and_loaded(rank, size):
     assert all(torch.equal(local(param), expected[name]) for name, param in other.named_parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(size=4)
 def test_torch_saves_and_loads_in_parts(rank, size):
     import torch.distributed.checkpoint as dcp
@@ -222,8 +222,7 @@ def test_torch_saves_and_loads_in_parts(rank, size):
 
 
 @pytest.mark.ranks(size=4)
-@pytest.mark.slow
-@pytest.mark.parametrize("drifts", [True, False])
+@pytest.mark.parametrize("drifts", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_weights_are_compared_between_the_replicas(rank, size, drifts):
     model, net, mesh = wrapped()
     optimizer = torch.optim.SGD(net.parameters(), 0.1, foreach=False)
