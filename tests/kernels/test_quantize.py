@@ -153,6 +153,7 @@ def test_every_dtype_is_scaled_in_float32_and_encoded_once(
     assert torch.equal(memory, before)
 
 
+@pytest.mark.one_in(2)
 @both
 @every_format
 def test_factor_residual_none_and_counts(ways: Ways, format: torch.dtype) -> None:

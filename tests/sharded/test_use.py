@@ -53,7 +53,6 @@ def scaled(rank, size, ours, everywhere):
     return max((one - other).abs().max().item() for one, other in zip(weights, their_weights, strict=True))
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("everywhere", [True, False], ids=["all elements", "one element"])
 @pytest.mark.parametrize("ours", [False, True], ids=["torch", "dpfuse"])
 def test_a_scaler_skips_on_all_ranks(ranks, ours, everywhere):

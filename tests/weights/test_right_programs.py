@@ -8,7 +8,7 @@ from tests.one_in import one_in
 from tests.weights.right_programs import PROGRAMS, run
 
 
-@pytest.mark.parametrize("name", one_in(12, PROGRAMS))
+@pytest.mark.parametrize("name", one_in(6, PROGRAMS))
 def test_nothing_is_told(ranks, name):
     assert ranks(run, name, size=2) == [[], []]
 

@@ -171,7 +171,9 @@ def test_twenty_steps_equal_ddp_bitwise(ranks, net, dtype, views):
 @pytest.mark.parametrize(
     "micros", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize("net", [Mlp, Checkpointed, Tied, SeveralDtypes, Branching])
+@pytest.mark.parametrize(
+    "net", [*(pytest.param(net, marks=pytest.mark.slow) for net in (Mlp, Tied)), Checkpointed, SeveralDtypes, Branching]
+)
 def test_accumulation_equals_ddp_bitwise(ranks, net, micros, views):
     ranks(train_beside_ddp, net, torch.float32, "sgd", micros, views)
 
