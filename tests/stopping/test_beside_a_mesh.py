@@ -200,6 +200,7 @@ def apart(rank, size, first, second):
     return done
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("first", "second"), [(0, 9), (40, 1)])
 def test_groups_whose_steps_are_not_together_each_stop_together(ranks, first, second):
     assert ranks(apart, first, second, size=4) == [2 + DELAY, 2 + DELAY, 1, 1]

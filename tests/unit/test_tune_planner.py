@@ -92,7 +92,7 @@ def check(timeline, cost, **caps):
     return len(plans[0].buckets), min(count for end, count in ends if end <= best * (1 + EQUAL))
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 10))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 10))])
 def test_one_kind_equals_every_plan_tried(seed):
     rng = np.random.default_rng(seed)
     counts = [check(random_timeline(rng, rng.integers(1, 9)), random_cost(rng)) for _ in range(100)]
@@ -101,6 +101,7 @@ def test_one_kind_equals_every_plan_tried(seed):
     assert all(got == least for got, least in counts)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kinds", [2, 3, 4])
 def test_several_kinds_equal_every_plan_tried(kinds):
     rng = np.random.default_rng(kinds)

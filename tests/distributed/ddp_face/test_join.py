@@ -232,6 +232,7 @@ def several(rank, size, counts):
         assert_same(ours, theirs, size, statistics=one_source(counts))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("counts", [(2, 4), (4, 0), (1, 3, 2)], ids=str)
 def test_several_modules_share_a_join(ranks, counts):
     ranks(several, counts, size=len(counts), timeout=30)
@@ -288,6 +289,7 @@ def train_plain(wrap, rank, counts):
     return copy.deepcopy(model.state_dict())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("counts", [(2, 5), (5, 2), (0, 3), (3, 5, 1)], ids=str)
 def test_a_sharded_optimizer_joins_with_the_module(ranks, counts):
     ranks(with_sharded_optimizer, counts, size=len(counts), timeout=30)
@@ -365,6 +367,7 @@ def test_a_rank_without_input_is_not_warned_of_unused_parameters(ranks):
     assert ranks(silent, timeout=20) == [[], []]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("counts", [(1, 3), (3, 0)], ids=str)
 @pytest.mark.parametrize("initial", [True, False], ids=["by all", "by active"])
 @pytest.mark.ranks(timeout=20)

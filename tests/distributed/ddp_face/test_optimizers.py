@@ -111,7 +111,7 @@ def test_fused_optimizers_give_torchs_weights(rank, size, case, views, some):
     assert torch.equal(net[4].weight, models[1].module[4].weight) == some
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("views", [False, True])
 @pytest.mark.parametrize("hook", [False, True])
 @pytest.mark.parametrize("fused", [False, True])

@@ -274,6 +274,7 @@ def test_a_second_window_leaves_the_first_mean_alone(ranks, face, micros, scaled
     ranks(several_losses, face, "sum", False, micros, scaled, late, NONE)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("micros", [1, 2])
 @pytest.mark.parametrize("face", ["private", "ddp"])
 def test_a_second_loss_leaves_sparse_rows_and_gradients_in_place_alone(ranks, face, micros):
