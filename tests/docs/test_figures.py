@@ -249,9 +249,11 @@ def test_what_the_doctor_has_told_is_what_was_recorded():
     counts = record(name)["counts"]
     healthy = counts.pop("healthy")
     right, of = (sum(count[key] for count in counts.values()) for key in ("right", "of"))
-    assert f"It finds the mistake in {right} of {of} programs with one." in text
-    assert f"It names nothing in {healthy['right'] // 2} right programs, on two ranks and on three" in text
+    assert f"It is right about {right} of {of} planted mistakes, differences and delays." in text
+    assert f"It finds nothing wrong in {healthy['right'] // 2} right programs, on two ranks and on three; six" in text
     assert healthy["right"] == healthy["of"]  # on two ranks and on three
+    right_programs = [case for case in record(name)["cases"] if case["name"].startswith("healthy: ")]
+    assert sum("a remark" in json.dumps(case["said"]) for case in right_programs) == 2 * 6
 
 
 @pytest.mark.parametrize("version", sorted(path.stem for path in RESULTS.glob("torch-2*.txt")))
