@@ -21,7 +21,7 @@ from tests.faults.report import OURS, summary
 RESULTS = ROOT / "bench/results"
 PERFORMANCE = ROOT / "docs/reference/records.md"
 RUNS = ["cpu2-2026-11-24-1", "cpu2-2026-11-24-2"]  # of `make bench`
-SHARDED, CHECKS, FAULTS = "cpu2-2026-11-24-sharded", "cpu2-2026-11-27-checks", "cpu2-2026-11-29-faults"
+SHARDED, CHECKS, FAULTS = "cpu2-2026-11-24-sharded", "cpu2-2026-11-27-checks", "cpu2-2026-11-30-faults"
 DEEPSPEED, NEWER = "cpu2-2026-11-24-step-deepspeed", "cpu2-2026-11-24-step-torch-2.15"
 PAIRS = ("pair 1000 tiny", "pair 100 MB large", "pair CNN", "pair transformer")
 VIEWS, DROP_IN = "dpfuse views", "dpfuse private"
