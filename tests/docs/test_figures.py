@@ -251,7 +251,9 @@ def test_what_the_doctor_has_told_is_what_was_recorded():
     planted = [case for case in record(name)["cases"] if not case["name"].startswith("healthy: ")]
     named = sum(case["right"] and not case["said"].startswith("nothing") for case in planted)
     assert sum(count["of"] for count in counts.values()) == len(planted) == named + 5
-    assert f"It names {named} of {len(planted)} planted mistakes, differences and delays. Of the other five, all" in text
+    assert (
+        f"It names {named} of {len(planted)} planted mistakes, differences and delays. Of the other five, all" in text
+    )
     assert f"It finds nothing wrong in {healthy['right'] // 2} right programs, on two ranks and on three; six" in text
     assert healthy["right"] == healthy["of"]  # on two ranks and on three
     right_programs = [case for case in record(name)["cases"] if case["name"].startswith("healthy: ")]

@@ -85,8 +85,8 @@ def unaveraged_step(traces: Mapping[int, RankTrace]) -> str | None:
                     f"{USUAL} windows in a row of {class_of(first, optimizer)} had {length} backwards each, of "
                     f"which the last one was averaged. Step {found.step} came after {len(found.averaged)}, and none of "
                     "them was averaged. So it used the gradients of each rank alone, and the weights of the ranks "
-                    "differ since then. Expected the last batch before each step to be synchronised, also that of an "
-                    "epoch: `model.no_sync(enabled=not (last_of_window or last_of_epoch))`."
+                    "differ since then. Expected the last batch before each step to be synchronised, also of an "
+                    "epoch: set `model.require_backward_grad_sync = last_of_window or last_of_epoch` before a forward."
                 )
     return None
 

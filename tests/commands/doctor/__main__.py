@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 
 from bench.machine import ROOT, describe, machine_name
-from tests.commands.doctor.cases import HEALTHY, PLANTED, STEPS, Case, Diagnosis, examine
+from tests.commands.doctor.cases import BUSY, HEALTHY, PLANTED, STEPS, Case, Diagnosis, examine
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = [(case, _examined(case)) for case in chosen]
     counts = {}
     for kind in dict.fromkeys(case.kind for case in chosen):
-        right = [not diagnosis.complaints for case, diagnosis in found if case.kind == kind]
+        right = [not diagnosis.complaints and diagnosis.said != BUSY for case, diagnosis in found if case.kind == kind]
         counts[kind] = {"right": sum(right), "of": len(right)}
         print(f"{kind}: {sum(right)} of {len(right)} right")
     if not options.words:

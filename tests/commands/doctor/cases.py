@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.commands.programs import PROGRAMS
 from tests.distributed.processes import free_port, python, run
 
-__all__ = ["HEALTHY", "PLANTED", "Case", "Diagnosis", "examine"]
+__all__ = ["BUSY", "HEALTHY", "PLANTED", "Case", "Diagnosis", "examine"]
 
 STEPS = 32
 # The doctor starts processes by `sys.executable`.
@@ -157,6 +157,7 @@ FAILING = {  # on how many ranks these are run, by class
     "barrier_in_the_save_of_rank_0": {"": (2,), " ours": (3,)},
     "wider_layer_on_rank_1": {"": (2, 3), " ours": (2,)},
 }
+BUSY = "nothing, as the machine was busy"
 TIMED = ("link", "slow")  # kinds of which nothing is said on a busy machine
 SHAPES = {
     "gan.py {settings}": False,
@@ -304,7 +305,7 @@ def examine(case: Case, folder: Path, steps: int = STEPS) -> Diagnosis:
     complaints = []
     is_busy = "nothing is said of the speed" in terminal  # which is right, and leaves nothing to look at
     if is_busy and case.kind in TIMED:
-        return Diagnosis((), "nothing, as the machine was busy", done.stdout + done.stderr, 0.0)
+        return Diagnosis((), BUSY, done.stdout + done.stderr, 0.0)
     if not re.search(case.said, terminal):
         complaints.append(f"the terminal does not say {case.said!r}")
     if result not in case.results:
