@@ -28,13 +28,13 @@ def found_in(name, wrapper, folder, monkeypatch):
     return findings_of([run])
 
 
-@pytest.mark.parametrize("case", one_in(5, product(AGAIN, ("torch", "dpfuse"))))
+@pytest.mark.parametrize("case", one_in(20, product(AGAIN, ("torch", "dpfuse"))))
 def test_a_mean_that_the_backward_has_taken_already_is_named_with_its_line(case, tmp_path, monkeypatch):
     (found,) = found_in(*case, tmp_path, monkeypatch)
     assert (found.title, found.step) == (TWICE, 1)
     assert re.match(SAID[case[0]], f"{found.title}: {found.text}"), found.text
 
 
-@pytest.mark.parametrize("case", one_in(5, product(MEANS, ("torch", "dpfuse"))))
+@pytest.mark.parametrize("case", one_in(20, product(MEANS, ("torch", "dpfuse"))))
 def test_a_mean_of_something_else_is_left_alone(case, tmp_path, monkeypatch):
     assert found_in(*case, tmp_path, monkeypatch) == ()
