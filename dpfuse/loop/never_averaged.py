@@ -13,6 +13,7 @@ from zlib import crc32
 
 import torch
 import torch.distributed as dist
+from torch.distributed import DistError
 
 from dpfuse.engine.torch_private import default_store
 from dpfuse.findings import NOTHING_AVERAGED, findings
@@ -47,22 +48,26 @@ class NeverAveraged:
         self._param = ref(watched.param)
         self._level, self._rank, self._optimizer = facts.level, facts.rank, optimizer
         self._store = default_store()  # a program may destroy the group before it ends
-        ranks = dist.get_process_group_ranks(facts.group)
-        model = f"dpfuse/{NOTHING_AVERAGED}/{ranks}/{watched.name}"
-        self._keys = {rank: f"{model}/{_numbers[model]}/{rank}" for rank in ranks}
+        model = f"dpfuse/{NOTHING_AVERAGED}/{dist.get_process_group_ranks(facts.group)}/{watched.name}"
+        self._keys = [f"{model}/{_numbers[model]}/{rank}" for rank in range(facts.group.size())]  # ranks of the group
         _numbers[model] += 1
         self._samples: list[Sample] = []
 
     def before_step(self, step: int) -> bool:
         """Remember the weights before this step, counted from 1; return False once the ranks have compared."""
-        if step <= STEPS:
+        if step < STEPS:
             self._remember()
-        if step == STEPS:
-            self._send()
-        if step > STEPS and step % AGAIN == 0 and self._store.check(list(self._keys.values())):
+            return True
+        try:
+            if step == STEPS:
+                self._remember()
+                self._send()
+            if step % AGAIN or not self._store.check(self._keys):
+                return True
             self._compare()
-            return False
-        return True
+        except DistError:  # the store has ended with its rank
+            self.stop()
+        return False
 
     def compare_at_exit(self) -> None:
         """Compare at the end of the process, if it comes before."""
@@ -81,7 +86,7 @@ class NeverAveraged:
     def compare_until(self, deadline: float) -> None:
         """Compare with the ranks that get there in time."""
         # A wait of 0 would have no end.
-        self._store.wait(list(self._keys.values()), timedelta(seconds=max(deadline - monotonic(), 0.01)))
+        self._store.wait(self._keys, timedelta(seconds=max(deadline - monotonic(), 0.01)))
         self._compare()
 
     def _remember(self) -> None:
@@ -96,7 +101,7 @@ class NeverAveraged:
 
     def _compare(self) -> None:
         self.stop()
-        had = [json.loads(text) for text in self._store.multi_get(list(self._keys.values()))]
+        had = [json.loads(text) for text in self._store.multi_get(self._keys)]
         ranks_with = Counter(each for of_rank in had for each in of_rank)
         if not all(had) or max(ranks_with.values()) > 1:
             return

@@ -31,6 +31,10 @@ def test_the_end_of_the_process_tells_that_ranks_have_trained_apart(ranks):
     assert {steps for _, steps in told} <= {"29", "30"}
 
 
+def test_ranks_of_a_group_compare_with_each_other():
+    assert {rank for rank, _ in TOLD.findall(errors_of(3, "last_two", 30))} == {"0", "1"}
+
+
 def test_a_long_training_is_told_before_its_end():
     errors = errors_of(2, "apart", 300, 40)
     told = [found.start() for found in TOLD.finditer(errors)]

@@ -115,7 +115,7 @@ class Run:
 
     @property
     def of_optimizers(self) -> str:
-        """What to add behind the number of its steps where several optimizers have made them, as in a GAN."""
+        """What to add after the number of its steps where several optimizers have made them, as in a GAN."""
         count = len(self.traces[0].optimizers) if 0 in self.traces else 0
         return f" of {count} optimizers" if count > 1 else ""
 

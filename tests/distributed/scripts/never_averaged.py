@@ -30,10 +30,14 @@ class AveragingSGD(torch.optim.SGD):
 
 
 def train(kind: str, steps: int) -> None:
-    rank = dist.get_rank()
+    rank, group = dist.get_rank(), None
+    if kind == "last_two":
+        group = dist.new_group([1, 2])
+        if not rank:
+            return
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-    model = dpfuse.DistributedDataParallel(net)
+    model = dpfuse.DistributedDataParallel(net, process_group=group)
     optimizer = (AveragingSGD if kind == "in_the_step" else torch.optim.SGD)(model.parameters(), lr=0.01)
     warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, step / 4))
     if kind == "in_hooks":
