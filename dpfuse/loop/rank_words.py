@@ -130,6 +130,8 @@ class RankWords:
 
     def delivered(self) -> Sums | None:
         """Return sums that have become known, if there are any. To be called after each synchronised backward."""
+        if self._copy is not None and capturing():
+            return None  # the host must not wait for the copy during a capture: a later backward reads it
         known = None if self._copy is None else self._read(*self._copy)
         self._copy = None
         report, self._report = self._report, None

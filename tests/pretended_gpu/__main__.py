@@ -49,8 +49,9 @@ def _build(release: str, folder: Path) -> Path:
     _run(python, "-m", "pip", "install", "--quiet", "--no-deps", *(f"{name}=={seen[0]}.*" for name in HEADERS))
     nvidia = Path(seen[1]).parent / "nvidia"
     include = [f"-I{nvidia / name / 'include'}" for name in (f"cu{seen[0].split('.')[0]}", "nccl")]
-    options = ["-O2", "-std=c++17", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", str(library)]
-    _run("g++", *options, str(Path(__file__).with_name("device.cpp")), *include, "-ldl", "-lpthread")
+    options = ["-O2", "-std=c++17", "-shared", "-fPIC", "-fvisibility=hidden", "-Wl,-soname,libcuda.so.1"]
+    sources = sorted(map(str, Path(__file__).parent.glob("*.cpp")))
+    _run("g++", *options, "-o", str(library), *sources, *include, "-ldl", "-lpthread")
     return library
 
 

@@ -3,12 +3,12 @@
 // small collectives move bytes: the peers of a communicator are thought to hold what this rank holds. Every call is
 // counted and, if asked, logged with its stream. The order of streams and events, and the rules of stream capture, are
 // modelled. A chosen call can be made to fail.
-#include <cuda.h>
-#include <cuda_runtime_api.h>
+#include "device.h"
+
 #include <cxxabi.h>
-#include <nccl.h>
 #include <pthread.h>
 #include <sys/mman.h>
+#include <time.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -17,42 +17,25 @@
 #include <cstdlib>
 #include <cstring>
 #include <map>
-#include <mutex>
 #include <set>
-#include <string>
 #include <unordered_map>
-#include <vector>
-#define API extern "C" __attribute__((visibility("default")))
 
-#include <time.h>
-static double now() {
+#include "races.h"
+
+double now() {
   timespec t;
   clock_gettime(CLOCK_MONOTONIC, &t);
   return t.tv_sec + t.tv_nsec * 1e-9;
 }
-struct Stream {
-  double ready = 0;
-  int id;
-  int dev;
-  unsigned long long capture = 0;
-  bool origin = false;
-  int prio = 0;
-};
-struct Event {
-  double time = 0;
-  int id;
-  unsigned long long capture = 0;
-  bool recorded = false;
-  int stream = -1;
-};
 struct Kernel {
   std::string name;
 };
 struct Graph {
   int nodes = 0;
+  unsigned long long capture = 0;
 };
 
-static std::recursive_mutex mu;
+std::recursive_mutex mu;
 static std::map<std::string, long> counts;
 static std::vector<std::string> logv;
 static std::atomic<bool> logging{false}, counting{true};
@@ -63,13 +46,13 @@ static std::unordered_map<const void*, Kernel*> kernels_by_host;
 static std::map<char*, std::pair<size_t, int>> blocks;  // address -> size, kind (0 device, 1 host)
 static std::set<unsigned long long> active_captures;
 static std::map<unsigned long long, int> capture_mode;
-static thread_local int cur_dev = 0;
+thread_local int cur_dev = 0;
 static thread_local int thread_mode = 0;  // cudaStreamCaptureModeGlobal
 static thread_local cudaError_t last_error = cudaSuccess;
 static std::map<unsigned long long, int> capture_nodes;
 static std::set<Stream*> all_streams;
 
-static bool nodata() {
+bool nodata() {
   static bool b = getenv("PRETENDED_NODATA");
   return b;
 }
@@ -81,7 +64,7 @@ static int ndev() {
   static int n = getenv("PRETENDED_DEVICES") ? atoi(getenv("PRETENDED_DEVICES")) : 1;
   return n;
 }
-static Stream* S(void* s) {
+Stream* S(void* s) {
   if (s == nullptr || s == (void*)1 || s == (void*)2) {
     auto* d = &default_streams[cur_dev];
     d->id = 0;
@@ -93,9 +76,9 @@ static Stream* S(void* s) {
 static std::map<std::string, long> failing;  // by call: so many more calls until one fails
 static bool broken = false;                  // an error of the device lasts: every later call fails, too
 // Counts a call. Returns whether it is to fail.
-static bool hit(const char* name) {
+bool hit(const char* name) {
   std::lock_guard<std::recursive_mutex> g(mu);
-  if (counting) counts[name]++;
+  if (counting && !is_silent()) counts[name]++;
   if (broken) return true;
   auto i = failing.find(name);
   if (i == failing.end() || --i->second > 0) return false;
@@ -104,8 +87,7 @@ static bool hit(const char* name) {
   broken = call != "cudaMalloc" && call != "cudaHostAlloc" && call != "cudaEventCreate" && call.find("nccl") != 0;
   return true;
 }
-static void logf_(const char* f, ...) __attribute__((format(printf, 1, 2)));
-static void logf_(const char* f, ...) {
+void logf_(const char* f, ...) {
   if (!logging) return;
   char b[1024];
   va_list a;
@@ -123,13 +105,14 @@ static cudaError_t err(cudaError_t e, const char* what) {
 }
 // whether an unsafe call is forbidden now on this thread
 static std::map<unsigned long long, pthread_t> capture_thread;
+static std::set<unsigned long long> invalid_captures;  // a call came between that no capture stands
 static bool unsafe_now() {
   if (thread_mode == 2) return false;
   std::lock_guard<std::recursive_mutex> g(mu);
   for (auto c : active_captures) {
     bool mine = pthread_equal(capture_thread[c], pthread_self());
     if (capture_mode[c] == 2) continue;
-    if (mine || (thread_mode == 0 && capture_mode[c] == 0)) return true;
+    if (mine || (thread_mode == 0 && capture_mode[c] == 0)) return invalid_captures.insert(c), true;
   }
   return false;
 }
@@ -139,15 +122,15 @@ static double dur_kernel() {
   static double d = getenv("PRETENDED_KERNEL_US") ? atof(getenv("PRETENDED_KERNEL_US")) * 1e-6 : 0;
   return d;
 }
-static double dur_byte() {
+double dur_byte() {
   static double d = getenv("PRETENDED_NET_GBS") ? 1e-9 / atof(getenv("PRETENDED_NET_GBS")) : 0;
   return d;
 }
-static double dur_coll() {
+double dur_coll() {
   static double d = getenv("PRETENDED_COLL_US") ? atof(getenv("PRETENDED_COLL_US")) * 1e-6 : 0;
   return d;
 }
-static void busy(Stream* s, double d) {
+void busy(Stream* s, double d) {
   if (s->capture) return;
   double t = now();
   if (s->ready < t) s->ready = t;
@@ -303,6 +286,7 @@ API cudaError_t cudaDeviceSynchronize() {
   if (unsafe_now()) return err(cudaErrorStreamCaptureUnsupported, "deviceSync");
   logf_("host waits for the device");
   wait_until(device_ready());
+  host_waits_for_all();
   return cudaSuccess;
 }
 API cudaError_t cudaMalloc(void** p, size_t n) {
@@ -315,6 +299,7 @@ API cudaError_t cudaMalloc(void** p, size_t n) {
   char* b = (char*)(((size_t)a + (2 << 20) - 1) & ~((2ul << 20) - 1));
   std::lock_guard<std::recursive_mutex> g(mu);
   blocks[b] = {m, 0};
+  forget(b, m);
   *p = b;
   return cudaSuccess;
 }
@@ -322,9 +307,11 @@ API cudaError_t cudaFree(void* p) {
   hit("cudaFree");
   if (!p) return cudaSuccess;
   if (unsafe_now()) return err(cudaErrorStreamCaptureUnsupported, "free");
+  host_waits_for_all();
   std::lock_guard<std::recursive_mutex> g(mu);
   auto i = blocks.find((char*)p);
   if (i != blocks.end()) {
+    forget(p, i->second.first);
     munmap(p, i->second.first);
     blocks.erase(i);
   }
@@ -338,6 +325,7 @@ API cudaError_t cudaHostAlloc(void** p, size_t n, unsigned) {
   *p = mmap(nullptr, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   std::lock_guard<std::recursive_mutex> g(mu);
   blocks[(char*)*p] = {n, 1};
+  forget(*p, n);
   return cudaSuccess;
 }
 API cudaError_t cudaFreeHost(void* p) {
@@ -360,6 +348,7 @@ static std::pair<char*, int> where(const void* p) {
   if ((char*)p < i->first + i->second.first) return {i->first, i->second.second};
   return {nullptr, 2};
 }
+bool is_pinned(const void* p) { return where(p).second == 1; }
 API cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* a, const void* p) {
   memset(a, 0, sizeof *a);
   auto w = where(p);
@@ -369,7 +358,7 @@ API cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* a, const void* p
   a->hostPointer = (void*)p;
   return cudaSuccess;
 }
-static void node(Stream* s) {
+void node(Stream* s) {
   if (s->capture) capture_nodes[s->capture]++;
 }
 API cudaError_t cudaMemcpyAsync(void* d, const void* s, size_t n, cudaMemcpyKind k, cudaStream_t st) {
@@ -382,13 +371,29 @@ API cudaError_t cudaMemcpyAsync(void* d, const void* s, size_t n, cudaMemcpyKind
   if (f->capture && (k == 1 || k == 2) && pinned == 2)
     return err(cudaErrorStreamCaptureUnsupported, "memcpy of pageable memory in capture");
   node(f);
-  if (k == 2 && pinned == 2) wait_until(f->ready);
-  if (!f->capture && !(k == 3 && n > (1 << 16) && nodata())) memcpy(d, s, n);
+  std::vector<Range> ranges;  // pageable memory is read or written by the host, while the program waits
+  if (where(s).second != 2) ranges.push_back({s, n, false});
+  if (where(d).second != 2) ranges.push_back({d, n, true});
+  if (f->capture) {
+    captured_entry(f, std::string("a copy ") + kinds[k], ranges, [=] { memcpy(d, s, n); });
+    return cudaSuccess;
+  }
+  on_stream(f, std::string("a copy ") + kinds[k], ranges);
+  if (where(d).second == 2) {
+    wait_until(f->ready);
+    host_waits_for(f);
+  }
+  if (!(k == 3 && n > (1 << 16) && nodata())) memcpy(d, s, n);
   return cudaSuccess;
 }
 API cudaError_t cudaMemcpy(void* d, const void* s, size_t n, cudaMemcpyKind) {
   if (hit("memcpy sync")) return err(cudaErrorIllegalAddress, "memcpy sync");
   if (unsafe_now()) return err(cudaErrorStreamCaptureUnsupported, "memcpy sync");
+  std::vector<Range> ranges;
+  if (where(s).second != 2) ranges.push_back({s, n, false});
+  if (where(d).second != 2) ranges.push_back({d, n, true});
+  on_stream(S(nullptr), "a copy that the host waits for", ranges);
+  host_waits_for(S(nullptr));
   memcpy(d, s, n);
   return cudaSuccess;
 }
@@ -405,6 +410,7 @@ API cudaError_t cudaGetSymbolAddress(void** p, const void*) {
 }
 API cudaError_t cudaMemset(void* d, int v, size_t n) {
   hit("memset");
+  on_stream(S(nullptr), "a memset", {{d, n, true}});
   memset(d, v, n);
   return cudaSuccess;
 }
@@ -413,7 +419,12 @@ API cudaError_t cudaMemsetAsync(void* d, int v, size_t n, cudaStream_t st) {
   if (hit("memsetAsync")) return err(cudaErrorIllegalAddress, "memsetAsync");
   logf_("stream %d: memset %zu bytes at %p", f->id, n, d);
   node(f);
-  if (!f->capture) memset(d, v, n);
+  if (f->capture)
+    captured_entry(f, "a memset", {{d, n, true}}, [=] { memset(d, v, n); });
+  else {
+    on_stream(f, "a memset", {{d, n, true}});
+    memset(d, v, n);
+  }
   return cudaSuccess;
 }
 API cudaError_t cudaStreamCreateWithPriority(cudaStream_t* s, unsigned, int p) {
@@ -439,13 +450,14 @@ API cudaError_t cudaStreamGetPriority(cudaStream_t s, int* p) {
 API cudaError_t cudaStreamQuery(cudaStream_t s) {
   if (hit("cudaStreamQuery")) return err(cudaErrorIllegalAddress, "cudaStreamQuery");
   if (unsafe_now()) return err(cudaErrorStreamCaptureUnsupported, "streamQuery");
-  return now() < S(s)->ready ? cudaErrorNotReady : cudaSuccess;
+  return now() < S(s)->ready || !known_to_have_passed(S(s)) ? cudaErrorNotReady : cudaSuccess;
 }
 API cudaError_t cudaStreamSynchronize(cudaStream_t s) {
   if (hit("cudaStreamSynchronize")) return err(cudaErrorIllegalAddress, "cudaStreamSynchronize");
   if (S(s)->capture || unsafe_now()) return err(cudaErrorStreamCaptureUnsupported, "streamSynchronize");
   logf_("host waits for stream %d", S(s)->id);
   wait_until(S(s)->ready);
+  host_waits_for(S(s));
   return cudaSuccess;
 }
 API cudaError_t cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t e, unsigned fl) {
@@ -455,6 +467,7 @@ API cudaError_t cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t e, unsigned fl) 
   logf_("stream %d: waits for event %d (stream %d)%s", f->id, v->id, v->stream, f->capture ? " [captured]" : "");
   if (f->capture && v->recorded && v->capture != f->capture)
     return err(cudaErrorStreamCaptureIsolation, "a captured stream waits for an event from outside");
+  waits_for(f, v);
   if (!f->capture && f->ready < v->time) f->ready = v->time;
   if (!f->capture && v->capture) {
     if (!active_captures.count(v->capture)) return cudaSuccess;
@@ -486,6 +499,7 @@ API cudaError_t cudaEventRecordWithFlags(cudaEvent_t e, cudaStream_t s, unsigned
   v->stream = f->id;
   v->time = f->ready > now() ? f->ready : now();
   if (hit("cudaEventRecord")) return err(cudaErrorIllegalAddress, "eventRecord");
+  recorded(v, f);
   logf_("stream %d: records event %d", f->id, v->id);
   return cudaSuccess;
 }
@@ -495,7 +509,7 @@ API cudaError_t cudaEventQuery(cudaEvent_t e) {
   auto* v = (Event*)e;
   if (v->capture && active_captures.count(v->capture)) return err(cudaErrorCapturedEvent, "query of a captured event");
   if (unsafe_now()) return err(cudaErrorStreamCaptureUnsupported, "eventQuery during a capture");
-  return v->recorded && now() < v->time ? cudaErrorNotReady : cudaSuccess;
+  return v->recorded && (now() < v->time || !known_to_have_passed(v)) ? cudaErrorNotReady : cudaSuccess;
 }
 API cudaError_t cudaEventSynchronize(cudaEvent_t e) {
   if (hit("cudaEventSynchronize")) return err(cudaErrorIllegalAddress, "eventSynchronize");
@@ -504,7 +518,10 @@ API cudaError_t cudaEventSynchronize(cudaEvent_t e) {
     return err(cudaErrorCapturedEvent, "synchronize of a captured event");
   if (unsafe_now()) return err(cudaErrorStreamCaptureUnsupported, "eventSynchronize during a capture");
   logf_("host waits for event %d (stream %d)", v->id, v->stream);
-  if (v->recorded) wait_until(v->time);
+  if (v->recorded) {
+    wait_until(v->time);
+    host_waits_for(v);
+  }
   return cudaSuccess;
 }
 API cudaError_t cudaEventElapsedTime(float* t, cudaEvent_t a, cudaEvent_t b) {
@@ -548,6 +565,7 @@ API cudaError_t cudaStreamBeginCapture(cudaStream_t s, cudaStreamCaptureMode m) 
   active_captures.insert(f->capture);
   capture_mode[f->capture] = m;
   capture_thread[f->capture] = pthread_self();
+  capture_begins(f->capture);
   logf_("stream %d: capture %llu begins, mode %d", f->id, f->capture, (int)m);
   hit("beginCapture");
   return cudaSuccess;
@@ -559,11 +577,18 @@ API cudaError_t cudaStreamEndCapture(cudaStream_t s, cudaGraph_t* gr) {
   auto* q = new Graph;
   q->nodes = capture_nodes[c];
   *gr = (cudaGraph_t)q;
+  q->capture = c;
+  std::vector<Stream*> captured;
   for (auto* o : all_streams)
-    if (o->capture == c) o->capture = 0;
+    if (o->capture == c) {
+      o->capture = 0;
+      captured.push_back(o);
+    }
+  capture_ends(c, captured);
   f->origin = false;
   active_captures.erase(c);
   logf_("stream %d: capture ends with %d nodes", f->id, q->nodes);
+  if (invalid_captures.count(c)) return err(cudaErrorStreamCaptureInvalidated, "endCapture");
   return cudaSuccess;
 }
 API cudaError_t cudaStreamIsCapturing(cudaStream_t s, cudaStreamCaptureStatus* st) {
@@ -593,9 +618,10 @@ API cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* e, cudaGraph_t g,
   *e = (cudaGraphExec_t)g;
   return cudaSuccess;
 }
-API cudaError_t cudaGraphLaunch(cudaGraphExec_t, cudaStream_t s) {
+API cudaError_t cudaGraphLaunch(cudaGraphExec_t graph, cudaStream_t s) {
   if (hit("cudaGraphLaunch")) return err(cudaErrorIllegalAddress, "cudaGraphLaunch");
   logf_("stream %d: graph launch", S(s)->id);
+  capture_runs(((Graph*)graph)->capture, S(s));
   return cudaSuccess;
 }
 API cudaError_t cudaGraphDestroy(cudaGraph_t) { return cudaSuccess; }
@@ -672,6 +698,7 @@ static cudaError_t launched(Kernel* k, dim3 g, dim3 b, void** args, void* st) {
     std::string p = pretty(k->name);
     logf_("stream %d: kernel %.220s grid %u%s", f->id, p.c_str(), g.x, f->capture ? " [captured]" : "");
   }
+  launched_on(f);
   if (!f->capture) run_torch_kernel(k->name, args, g, b);
   if (kernelnames()) {
     std::lock_guard<std::recursive_mutex> l(mu);
@@ -818,6 +845,9 @@ API CUresult cuFuncGetModule(CUmodule* m, CUfunction) {
   *m = (CUmodule)1;
   return CUDA_SUCCESS;
 }
+// Tells Python of a launch of Triton: function, parameters, programs and stream.
+static std::atomic<void (*)(void*, void**, unsigned, void*)> on_launch{nullptr};
+API void pretended_on_launch(void (*tell)(void*, void**, unsigned, void*)) { on_launch = tell; }
 API CUresult cuLaunchKernelEx(const CUlaunchConfig* c, CUfunction fn, void** a, void**) {
   auto* f = S(c->hStream);
   auto* k = (Kernel*)fn;
@@ -825,7 +855,7 @@ API CUresult cuLaunchKernelEx(const CUlaunchConfig* c, CUfunction fn, void** a, 
   node(f);
   busy(f, dur_kernel());
   logf_("stream %d: triton %s grid %u%s", f->id, k->name.c_str(), c->gridDimX, f->capture ? " [captured]" : "");
-  (void)a;
+  if (auto tell = on_launch.load(); tell && watching()) tell(fn, a, c->gridDimX, c->hStream);
   return CUDA_SUCCESS;
 }
 API CUresult cuLaunchKernel(CUfunction fn, unsigned x, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
@@ -871,228 +901,11 @@ API CUresult cuGetProcAddress_v2(const char* n, void** p, int, cuuint64_t, CUdri
   return CUDA_SUCCESS;
 }
 
-// ---- NCCL: this rank alone; its peers are thought to hold what it holds ----
-struct Comm {
-  int n, r, dev;
-};
-static std::map<int, double> premul;
-static int n_op = 1000;
-static size_t width(ncclDataType_t t) {
-  switch (t) {
-    case ncclInt8:
-    case ncclUint8:
-      return 1;
-    case ncclFloat16:
-    case ncclBfloat16:
-      return 2;
-    case ncclInt32:
-    case ncclUint32:
-    case ncclFloat32:
-      return 4;
-    case ncclFloat8e4m3:
-    case ncclFloat8e5m2:
-      return 1;
-    default:
-      return 8;
-  }
-}
-API ncclResult_t ncclGetVersion(int* v) {
-  *v = 22809;
-  return ncclSuccess;
-}
-API ncclResult_t ncclGetUniqueId(ncclUniqueId* u) {
-  memset(u, 7, sizeof *u);
-  return ncclSuccess;
-}
-API ncclResult_t ncclCommInitRankConfig(ncclComm_t* c, int n, ncclUniqueId, int r, ncclConfig_t*) {
-  *c = (ncclComm_t) new Comm{n, r, cur_dev};
-  hit("ncclCommInit");
-  return ncclSuccess;
-}
-API ncclResult_t ncclCommInitRank(ncclComm_t* c, int n, ncclUniqueId u, int r) {
-  return ncclCommInitRankConfig(c, n, u, r, nullptr);
-}
-API ncclResult_t ncclCommInitRankScalable(ncclComm_t* c, int n, int r, int, ncclUniqueId* u, ncclConfig_t* f) {
-  return ncclCommInitRankConfig(c, n, *u, r, f);
-}
-API ncclResult_t ncclCommInitAll(ncclComm_t*, int, const int*) { return ncclInternalError; }
-API ncclResult_t ncclCommSplit(ncclComm_t p, int, int, ncclComm_t* c, ncclConfig_t*) {
-  *c = (ncclComm_t) new Comm(*(Comm*)p);
-  return ncclSuccess;
-}
-API ncclResult_t ncclCommShrink(ncclComm_t, int*, int, ncclComm_t*, ncclConfig_t*, int) { return ncclInternalError; }
-API ncclResult_t ncclCommFinalize(ncclComm_t) { return ncclSuccess; }
-API ncclResult_t ncclCommDestroy(ncclComm_t) { return ncclSuccess; }
-API ncclResult_t ncclCommAbort(ncclComm_t) { return ncclSuccess; }
-API ncclResult_t ncclCommGetAsyncError(ncclComm_t, ncclResult_t* r) {
-  static bool failed = false;
-  failed = failed || hit("ncclCommGetAsyncError");
-  *r = failed ? ncclRemoteError : ncclSuccess;
-  return ncclSuccess;
-}
-API ncclResult_t ncclCommCount(const ncclComm_t c, int* n) {
-  *n = ((Comm*)c)->n;
-  return ncclSuccess;
-}
-API ncclResult_t ncclCommUserRank(const ncclComm_t c, int* n) {
-  *n = ((Comm*)c)->r;
-  return ncclSuccess;
-}
-API ncclResult_t ncclCommRegister(const ncclComm_t, void* b, size_t n, void** h) {
-  hit("ncclCommRegister");
-  logf_("nccl registers %zu bytes at %p", n, b);
-  *h = b;
-  return ncclSuccess;
-}
-API ncclResult_t ncclCommDeregister(const ncclComm_t, void*) {
-  hit("ncclCommDeregister");
-  return ncclSuccess;
-}
-API ncclResult_t ncclCommWindowRegister(ncclComm_t, void* b, size_t, ncclWindow_t* w, int) {
-  hit("ncclCommWindowRegister");
-  *w = (ncclWindow_t)b;
-  return ncclSuccess;
-}
-API ncclResult_t ncclCommWindowDeregister(ncclComm_t, ncclWindow_t) { return ncclSuccess; }
-API ncclResult_t ncclDevCommCreate(ncclComm_t, const void*, void*) { return ncclInternalError; }
-API ncclResult_t ncclDevCommDestroy(ncclComm_t, const void*) { return ncclInternalError; }
-API ncclResult_t ncclMemAlloc(void** p, size_t n) {
-  hit("ncclMemAlloc");
-  return cudaMalloc(p, n) == cudaSuccess ? ncclSuccess : ncclUnhandledCudaError;
-}
-API ncclResult_t ncclMemFree(void* p) {
-  cudaFree(p);
-  return ncclSuccess;
-}
-API const char* ncclGetErrorString(ncclResult_t) { return "pretended NCCL error"; }
-API const char* ncclGetLastError(ncclComm_t) { return ""; }
-API ncclResult_t ncclGroupStart() {
-  hit("ncclGroupStart");
-  return ncclSuccess;
-}
-API ncclResult_t ncclGroupEnd() { return ncclSuccess; }
-API ncclResult_t ncclGroupSimulateEnd(ncclSimInfo_t*) { return ncclSuccess; }
-API ncclResult_t ncclRedOpCreatePreMulSum(ncclRedOp_t* op, void* s, ncclDataType_t t, ncclScalarResidence_t,
-                                          ncclComm_t) {
-  hit("ncclRedOpCreatePreMulSum");
-  *op = (ncclRedOp_t)(n_op++);
-  premul[*op] = t == ncclFloat64 ? *(double*)s : t == ncclFloat32 ? *(float*)s : 1;
-  return ncclSuccess;
-}
-API ncclResult_t ncclRedOpDestroy(ncclRedOp_t, ncclComm_t) { return ncclSuccess; }
-static bool coll(const char* n, size_t bytes, const void* a, void* b, cudaStream_t s, int op = -1) {
-  auto* f = S(s);
-  bool fails = hit((std::string("nccl ") + n).c_str());
-  node(f);
-  busy(f, dur_coll() + bytes * dur_byte());
-  logf_("stream %d: nccl %s %zu bytes op %d %p -> %p%s", f->id, n, bytes, op, a, b, f->capture ? " [captured]" : "");
-  return fails;
-}
-#define SMALL (1 << 20)
-#define TINY (1 << 12)  // bytes: where only calls are timed, no time goes into the sums of whole buckets
-static double peers_hold = 1;  // what each other rank holds, over what this one holds
-API void pretended_peers(double factor) { peers_hold = factor; }
-static void multiply_bfloat16(unsigned short* p, double m) {
-  unsigned bits = (unsigned)*p << 16;
-  float value;
-  memcpy(&value, &bits, 4);
-  value *= m;
-  memcpy(&bits, &value, 4);
-  *p = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;  // rounded to the nearest, to even
-}
-API ncclResult_t ncclAllReduce(const void* a, void* b, size_t n, ncclDataType_t t, ncclRedOp_t op, ncclComm_t c,
-                               cudaStream_t s) {
-  if (coll("allReduce", n * width(t), a, b, s, op)) return ncclSystemError;
-  if (S(s)->capture) return ncclSuccess;
-  int k = ((Comm*)c)->n;
-  if (nodata() && n * width(t) > TINY) return ncclSuccess;
-  if (a != b) memcpy(b, a, n * width(t));
-  double sum = 1 + (k - 1) * peers_hold;
-  double m = op == ncclSum ? sum : op >= 1000 ? premul[op] * sum : 1;
-  if (m != 1)
-    for (size_t i = 0; i < n; i++) switch (t) {
-        case ncclFloat32:
-          ((float*)b)[i] *= m;
-          break;
-        case ncclFloat64:
-          ((double*)b)[i] *= m;
-          break;
-        case ncclInt32:
-          ((int*)b)[i] *= m;
-          break;
-        case ncclInt64:
-          ((long*)b)[i] *= m;
-          break;
-        case ncclUint8:
-          ((unsigned char*)b)[i] *= m;
-          break;
-        case ncclBfloat16:
-          multiply_bfloat16((unsigned short*)b + i, m);
-          break;
-        default:
-          break;
-      }
-  return ncclSuccess;
-}
-API ncclResult_t ncclAllGather(const void* a, void* b, size_t n, ncclDataType_t t, ncclComm_t c, cudaStream_t s) {
-  if (coll("allGather", n * width(t), a, b, s)) return ncclSystemError;
-  if (S(s)->capture) return ncclSuccess;
-  if (nodata() && n * width(t) > SMALL) return ncclSuccess;
-  size_t w = n * width(t);
-  std::vector<char> x((const char*)a, (const char*)a + w);
-  for (int i = 0; i < ((Comm*)c)->n; i++) memcpy((char*)b + i * w, x.data(), w);
-  return ncclSuccess;
-}
-API ncclResult_t ncclReduceScatter(const void* a, void* b, size_t n, ncclDataType_t t, ncclRedOp_t op, ncclComm_t c,
-                                   cudaStream_t s) {
-  if (coll("reduceScatter", n * width(t), a, b, s, op)) return ncclSystemError;
-  if (S(s)->capture) return ncclSuccess;
-  int k = ((Comm*)c)->n, r = ((Comm*)c)->r;
-  if (n * width(t) > SMALL) return ncclSuccess;
-  memmove(b, (const char*)a + r * n * width(t), n * width(t));
-  double m = op == ncclSum ? k : op >= 1000 ? premul[op] * k : 1;
-  for (size_t i = 0; i < n; i++) switch (t) {
-      case ncclFloat32:
-        ((float*)b)[i] *= m;
-        break;
-      case ncclFloat64:
-        ((double*)b)[i] *= m;
-        break;
-      default:
-        break;
-    }
-  return ncclSuccess;
-}
-API ncclResult_t ncclAlltoAll(const void* a, void* b, size_t n, ncclDataType_t t, ncclComm_t, cudaStream_t s) {
-  if (coll("alltoAll", n * width(t), a, b, s)) return ncclSystemError;
-  return ncclSuccess;
-}
-API ncclResult_t ncclBroadcast(const void* a, void* b, size_t n, ncclDataType_t t, int, ncclComm_t, cudaStream_t s) {
-  if (coll("broadcast", n * width(t), a, b, s)) return ncclSystemError;
-  if (a != b && !S(s)->capture) memmove(b, a, n * width(t));
-  return ncclSuccess;
-}
-API ncclResult_t ncclBcast(void* b, size_t n, ncclDataType_t t, int, ncclComm_t, cudaStream_t s) {
-  if (coll("bcast", n * width(t), b, b, s)) return ncclSystemError;
-  return ncclSuccess;
-}
-API ncclResult_t ncclReduce(const void* a, void* b, size_t n, ncclDataType_t t, ncclRedOp_t, int, ncclComm_t,
-                            cudaStream_t s) {
-  if (coll("reduce", n * width(t), a, b, s)) return ncclSystemError;
-  return ncclSuccess;
-}
-API ncclResult_t ncclSend(const void* a, size_t n, ncclDataType_t t, int, ncclComm_t, cudaStream_t s) {
-  if (coll("send", n * width(t), a, 0, s)) return ncclSystemError;
-  return ncclSuccess;
-}
-API ncclResult_t ncclRecv(void* b, size_t n, ncclDataType_t t, int, ncclComm_t, cudaStream_t s) {
-  if (coll("recv", n * width(t), 0, b, s)) return ncclSystemError;
-  return ncclSuccess;
-}
 // ---- cuBLAS: does nothing ----
 #define OK(name)      \
   API int name(...) { \
     hit("cublas");    \
+    launched_on(nullptr); \
     return 0;         \
   }
 API int cublasCreate_v2(void** h) {

@@ -9,7 +9,9 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-__all__ = ["LIBRARY", "counted", "fail", "is_present", "logged", "peers_holding"]
+import torch.distributed as dist
+
+__all__ = ["LIBRARY", "counted", "fail", "host_waits", "is_present", "logged", "peers_holding"]
 
 LIBRARY = "PRETENDED_GPU"  # the environment variable with the path of the built device.cpp
 
@@ -60,3 +62,25 @@ def peers_holding(factor: float) -> Iterator[None]:
 def fail(call: str, after: int = 1) -> None:
     """Let a call of this name fail once: the next one, or with `after` the one after so many."""
     _device().pretended_fail(call.encode(), after)
+
+
+def host_waits() -> None:
+    """Tell the device while this host waits in a store, so that it can tell a hang from what it does not model."""
+    tell = _device().pretended_host_waits
+    tell.argtypes = [ctypes.c_char_p]
+
+    def telling(name: str) -> Any:
+        wait = getattr(dist.Store, name)
+
+        def tell_and_wait(store: Any, *args: Any) -> Any:
+            tell(f"store.{name}({str(args[0])[:80] if args else ''})".encode())
+            try:
+                return wait(store, *args)
+            finally:
+                tell(b"")
+
+        return tell_and_wait
+
+    for name in ("get", "wait", "barrier"):
+        if hasattr(dist.Store, name):
+            setattr(dist.Store, name, telling(name))

@@ -102,7 +102,7 @@ def expected_of(way, module, mean):
 
 @pytest.mark.parametrize("name", WITH_VALUES)
 def test_gradients_are_those_of_the_cpu(name, monkeypatch):
-    compute_kernels(monkeypatch)
+    compute_kernels(monkeypatch.setattr)
     monkeypatch.setattr(torch.backends.cudnn, "enabled", False)  # its operations have no twin on the CPU
     way = WITH_VALUES[name]
     # The mean of g and 3 g. A weighted mean divides by the weights, which the other rank has three times, too. A scale

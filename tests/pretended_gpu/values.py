@@ -10,10 +10,12 @@ from __future__ import annotations
 import ctypes
 import inspect
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -24,59 +26,93 @@ from dpfuse_kernels import PointerTable
 from dpfuse_kernels.backend import chooses_triton
 from dpfuse_kernels.flatten import flatten_reference
 
-__all__ = ["Values", "compute_kernels"]
+__all__ = ["COLLECTIVES", "Values", "calculation_of", "compute_kernels", "over"]
 
 # The pretended NCCL computes itself. Memory without values, and what only describes memory, need no second run.
-LEFT_ALONE = ("c10d::", "aten::empty", "aten::new_empty", "aten::set_", "aten::resize_", "aten::record_stream")
+COLLECTIVES = ("c10d::", "_c10d_functional::")
+LEFT_ALONE = (
+    *COLLECTIVES,
+    "aten::empty",
+    "aten::new_empty",
+    "aten::set_",
+    "aten::resize_",
+    "aten::record_stream",
+)
 
 
 class Values(TorchDispatchMode):
     """Computes what operations on the pretended device write. Backwards of other threads are seen, too."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        name = func._schema.name
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.is_cuda]
-        if name.startswith(LEFT_ALONE) or not (made or any(tensor.is_cuda for tensor in given)):
-            return result
-        memory = {tensor.untyped_storage()._cdata for tensor in given}
-        fresh = [tensor.untyped_storage()._cdata not in memory for tensor in made]
-        writes = any(one.alias_info is not None and one.alias_info.is_write for one in func._schema.arguments)
-        if not (writes or any(fresh)):
-            return result  # a view, or a value for the host
-        values = func(*_on_cpu(args), **_on_cpu(kwargs))
-        found = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
-        for tensor, value, is_fresh in zip(made, found, fresh, strict=len(made) == len(found)):
-            if is_fresh:
-                _over(tensor).copy_(value)
+        result = func(*args, **(kwargs or {}))
+        calculation = calculation_of(func, args, kwargs or {}, result)
+        if calculation is not None:
+            calculation()
         return result
 
 
-def compute_kernels(monkeypatch: Any) -> None:
-    """Let each kernel of dpfuse be launched, and then computed by its reference."""
+def calculation_of(func: Any, args: Any, kwargs: Any, result: Any) -> Callable[[], None] | None:
+    """Return what writes the values that this call of an operation should have written; None if it writes none."""
+    name = func._schema.name
+    given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+    if any(isinstance(tensor, FakeTensor) for tensor in [*made, *given]):
+        return None
+    if name.startswith(LEFT_ALONE) or not any(tensor.is_cuda for tensor in [*made, *given]):
+        return None
+    memory = {tensor.untyped_storage()._cdata for tensor in given}
+    fresh = [tensor.untyped_storage()._cdata not in memory for tensor in made]
+    writes = any(one.alias_info is not None and one.alias_info.is_write for one in func._schema.arguments)
+    if not (writes or any(fresh)):
+        return None  # a view, or a value for the host
+    on_cpu = _on_cpu(args), _on_cpu(kwargs)
+    targets = [over(tensor) if tensor.is_cuda else tensor for tensor in made]
+
+    def calculate() -> None:
+        values = func(*on_cpu[0], **on_cpu[1])
+        found = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+        for target, value, is_fresh in zip(targets, found, fresh, strict=len(made) == len(found)):
+            if is_fresh:
+                target.copy_(value)
+
+    return calculate
+
+
+def compute_kernels(
+    setattr: Callable[..., None], run: Callable[[Callable[[], Any]], Any] = lambda calculate: calculate()
+) -> None:
+    """Let each kernel of dpfuse be launched, and then computed by its reference.
+
+    Args:
+        setattr: sets an attribute, as `monkeypatch.setattr` does.
+        run: is given each calculation, and runs it.
+    """
     for name in dpfuse.__all__:
         getattr(dpfuse, name)  # a module that is imported later would keep what is patched here
     ours = [module for name, module in sys.modules.items() if name.split(".")[0] in ("dpfuse", "dpfuse_kernels")]
     for name in dpfuse_kernels.__all__:
         operation = getattr(dpfuse_kernels, name)
         reference = getattr(sys.modules[operation.__module__], f"{name}_reference", None)
-        for module in ours if reference is not None else ():
-            if vars(module).get(name) is operation:
-                monkeypatch.setattr(module, name, _both(operation, reference))
+        both = None if reference is None else _both(operation, reference, run)
+        for module in ours if both is not None else ():
+            for owner in (module, *(each for each in vars(module).values() if isinstance(each, type))):
+                for place, value in list(vars(owner).items()):
+                    if value is operation:
+                        setattr(owner, place, both)
+                    elif isinstance(value, staticmethod) and value.__func__ is operation:
+                        setattr(owner, place, staticmethod(both))
     again = at_once.flatten_again
 
     def launch_again_and_compute(tensors: Any, table: Any, scale: float) -> bool:
         launched = again(tensors, table, scale)
         if launched:
-            flatten_reference(tensors, table, scale=scale)
+            run(lambda: flatten_reference(tensors, table, scale=scale))
         return launched
 
-    monkeypatch.setattr(at_once, "flatten_again", launch_again_and_compute)
+    setattr(at_once, "flatten_again", launch_again_and_compute)
 
 
-def _both(launch: Any, reference: Any) -> Any:
+def _both(launch: Any, reference: Any, run: Callable[[Callable[[], Any]], Any]) -> Any:
     takes_matched = "matched" in inspect.signature(reference).parameters
 
     def launch_and_compute(*args: Any, **kwargs: Any) -> Any:
@@ -85,7 +121,14 @@ def _both(launch: Any, reference: Any) -> Any:
             return result  # the reference, already
         if not takes_matched:
             kwargs.pop("matched", None)
-        return reference(*args, **kwargs)
+
+        def calculate() -> None:
+            value = reference(*args, **kwargs)
+            if isinstance(result, Tensor):
+                over(result).copy_(over(value))
+
+        run(calculate)
+        return result
 
     return launch_and_compute
 
@@ -100,13 +143,13 @@ def _runs_kernels(values: Any) -> bool:
 def _on_cpu(values: Any) -> Any:
     def moved(value: Any) -> Any:
         if isinstance(value, Tensor):
-            return _over(value) if value.is_cuda else value
+            return over(value) if value.is_cuda else value
         return torch.device("cpu") if isinstance(value, torch.device) and value.type == "cuda" else value
 
     return tree_map(moved, values)
 
 
-def _over(tensor: Tensor) -> Tensor:
+def over(tensor: Tensor) -> Tensor:
     """Return a CPU tensor over the memory of a tensor on the pretended device."""
     storage = tensor.untyped_storage()
     if not storage.nbytes():

@@ -14,12 +14,35 @@ from torch.utils.checkpoint import checkpoint
 import dpfuse
 
 __all__ = [
-    "OPTIONS", "SETTLED", "WAYS", "Way", "accumulating", "chain", "clipping", "plain", "scaling", "weighing", "wrapped",
+    "OPTIONS", "SETTLED", "WAYS", "WIDTH", "Way", "Wrap", "accumulating",
+    "chain", "clipping", "plain", "scaling", "weighing", "wrapped",
     "zeroing",
 ]  # fmt: skip
 
 WIDTH = 64
 SETTLED = 20  # steps after which launches, pinned memory and events are used again
+
+
+@dataclass(frozen=True)
+class Wrap:
+    """How a module is wrapped.
+
+    Args:
+        options: of the wrapper.
+        face: whether it is the class that stands in for torch's.
+        after: is given the wrapper, and returns what the program trains.
+    """
+
+    options: dict[str, Any]
+    face: bool = False
+    after: Callable[[Any], Any] = lambda model: model
+
+    def __call__(self, module: nn.Module, **more: Any) -> Any:
+        device = next(module.parameters()).device
+        if self.face:
+            named = {"device_ids": [device.index]} if device.type == "cuda" else {}
+            return self.after(dpfuse.DistributedDataParallel(module, **named, **self.options, **more))
+        return self.after(dpfuse.DataParallel(module, **self.options, **more))
 
 
 @dataclass(frozen=True)
@@ -35,7 +58,7 @@ class Way:
         dtype: of the inputs.
     """
 
-    wrap: Callable[[nn.Module], Any]
+    wrap: Wrap
     network: Callable[[], nn.Module] = field(default_factory=lambda: chain)
     captured: bool = False
     make: Callable[[Any], Any] | None = None
@@ -47,10 +70,7 @@ class Way:
         torch.manual_seed(0)
         module = module or self.network().to("cuda", self.dtype)
         model = self.wrap(module)
-        if self.make is not None:
-            optimizer = self.make(model)
-        else:
-            optimizer = torch.optim.AdamW(model.parameters(), fused=True, capturable=capturable)
+        optimizer = self.optimizer(model, capturable=capturable)
         x, do = torch.ones(8, WIDTH, device="cuda", dtype=self.dtype), self.step or plain
 
         def step() -> nn.Module:
@@ -58,6 +78,12 @@ class Way:
             return module
 
         return step
+
+    def optimizer(self, model: Any, *, capturable: bool = False) -> Any:
+        """Return the optimizer of a wrapped model."""
+        if self.make is not None:
+            return self.make(model)
+        return torch.optim.AdamW(model.parameters(), fused=True, capturable=capturable)
 
 
 def chain(layers: int = 4) -> nn.Module:
@@ -113,7 +139,7 @@ def weighing(model: Any, optimizer: Any, x: Tensor, weight: float | Tensor = 1.0
 def scaling(model: Any, optimizer: Any, x: Tensor) -> None:
     """Scale the loss with torch's scaler, which the model keeps."""
     if not hasattr(model, "scaler"):
-        model.scaler = torch.amp.GradScaler("cuda")
+        model.scaler = torch.amp.GradScaler(x.device.type)
     optimizer.zero_grad()
     model.scaler.scale(model(x).sum()).backward()
     model.scaler.step(optimizer)
@@ -147,6 +173,8 @@ class Streams(nn.Module):
         self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Any:
+        if not x.is_cuda:
+            return self.first(x) + self.second(x)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -183,19 +211,18 @@ class Elementwise(torch.optim.AdamW):
     needs_whole_tensors = False
 
 
-def wrapped(**options: Any) -> Callable[[nn.Module], Any]:
-    """Return a function that wraps with these options."""
-    return lambda module: dpfuse.DataParallel(module, **options)
+def wrapped(**options: Any) -> Wrap:
+    """Return what wraps with these options."""
+    return Wrap(options)
 
 
-def face(**options: Any) -> Callable[[nn.Module], Any]:
-    """Return a function that wraps with the class that stands in for torch's."""
-    return lambda module: dpfuse.DistributedDataParallel(module, device_ids=[0], **options)
+def face(**options: Any) -> Wrap:
+    """Return what wraps with the class that stands in for torch's."""
+    return Wrap(options, face=True)
 
 
-def hooked(module: nn.Module) -> Any:
-    """Wrap with torch's communication hook for bfloat16."""
-    model = face()(module)
+def hooked(model: Any) -> Any:
+    """Register torch's communication hook for bfloat16."""
     model.register_comm_hook(None, default_hooks.bf16_compress_hook)
     return model
 
@@ -205,9 +232,9 @@ def sharded(**options: Any) -> Callable[[Any], Any]:
     return lambda model: dpfuse.ShardedOptimizer(model, Elementwise, lr=1e-3, **options)
 
 
-def compiled(module: nn.Module) -> Any:
+def compiled(model: Any) -> Any:
     """Compile the wrapper."""
-    return torch.compile(dpfuse.DataParallel(module), backend="aot_eager")
+    return torch.compile(model, backend="aot_eager")
 
 
 # Each option of the wrapper, for the test of pairs.
@@ -250,8 +277,8 @@ def _ways() -> Iterator[tuple[str, Way]]:
     yield "two streams, private", Way(wrapped(gradient_as_bucket_view=False), Streams)
     yield "checkpointed", Way(wrapped(), Checkpointed)
     yield "buffers", Way(wrapped(broadcast_buffers=True), BatchNorm, captured=True)
-    yield "comm hook", Way(hooked)
-    yield "compiled", Way(compiled)
+    yield "comm hook", Way(Wrap({}, face=True, after=hooked))
+    yield "compiled", Way(Wrap({}, after=compiled))
     yield "torch's scaler", Way(wrapped(), step=scaling)
     for name, options in {
         "sharded": {},
