@@ -188,7 +188,7 @@ class GradBucket:
         if parts.report is not None:
             self._room_in(flat).copy_(parts.report.source(outcome))
         for empty in self._empty:
-            empty()
+            empty(parts.buffer.averaging.pre_scale)
         self._start(flat, outcome)
         for sent in self._feed_sent:
             sent()
@@ -366,7 +366,7 @@ class GradBucket:
         with torch.no_grad():
             parts.buffer.clear()
             for empty in self._empty:
-                empty()
+                empty(parts.buffer.averaging.pre_scale)
             if parts.report is not None:
                 parts.buffer.report.copy_(parts.report.source(outcome))
 

@@ -103,8 +103,11 @@ class Exchange:
         """
         return []
 
-    def empty(self) -> None:
-        """Send zeros for what travels outside the buffer, after an error or for an empty bucket."""
+    def empty(self, scale: float) -> None:
+        """Send zeros for what travels outside the buffer, after an error or for an empty bucket.
+
+        They travel as gradients of this scale do on the other ranks: a collective must be the same on all of them.
+        """
 
     def start(self, flat: Tensor) -> dist.Work:
         """Start the exchange and return a work to wait for. Nothing may fail after its first collective has started."""

@@ -178,7 +178,7 @@ def two_models_in_turn(job: Job) -> Iterator[list[Tensor]]:
         yield job.held(second, optimizers[1])
 
 
-def failing(check: str, fails: dict[int, set[int]], where: str) -> Program:
+def failing(check: str, fails: dict[int, set[int]], where: str, **options: Any) -> Program:
     """Return a program in which some backwards fail, and which goes on with the next batch.
 
     Args:
@@ -186,10 +186,11 @@ def failing(check: str, fails: dict[int, set[int]], where: str) -> Program:
             it in the next one, and its weights are worth nothing in between: no values are compared then.
         fails: by step the ranks whose backward fails.
         where: "output" for a failure before the first bucket, "middle" for one after some buckets have gone.
+        options: more of the wrapper.
     """
 
     def program(job: Job) -> Iterator[list[Tensor]]:
-        module, model = job.model(check=check)
+        module, model = job.model(check=check, **options)
         optimizer = _adamw(module)
         for step in range(STEPS):
             optimizer.zero_grad()
@@ -353,10 +354,19 @@ PROGRAMS: dict[str, Program] = {
         keeping_gradients,
     )
 }  # fmt: skip
-ALL, ONE = {5: {0, 1, 2, 3}, 22: {0, 1, 2, 3}}, {9: {1}, 14: {0}, 15: {1}}
+LATE = {5: {0, 1}, 9: {1}, 14: {0}, 15: {1}, 22: {0, 1}}
+EARLY = {0: {1}, 1: {0}, 2: {0, 1}, 4: {1}}  # while buckets are planned anew
 for _check in ("strict", "deferred"):
     for _where in ("output", "middle"):
-        PROGRAMS[f"failing, {_check}, {_where}"] = failing(_check, ALL | ONE, _where)
+        PROGRAMS[f"failing, {_check}, {_where}"] = failing(_check, LATE, _where)
+        PROGRAMS[f"failing early, {_check}, {_where}"] = failing(_check, EARLY, _where)
+for _name, _options in {
+    "private": {"gradient_as_bucket_view": False},
+    "float8": {"wire_dtype": torch.float8_e4m3fn},
+    "deterministic": {"deterministic": True},
+    "in buckets": {"accumulate_in_buckets": True},
+}.items():
+    PROGRAMS[f"failing, {_name}"] = failing("deferred", EARLY | LATE, "middle", **_options)
 FOUR: dict[str, Program] = {"tensor parallel": tensor_parallel}
 TORCH: dict[str, Program] = {
     "torch's class": with_torch(),

@@ -44,6 +44,7 @@ LEFT_ALONE = (
     "aten::alias",
 )
 EMPTY = ("aten::empty", "aten::new_empty")
+SIZED_BY_VALUES = ("aten::nonzero", "aten::masked_select")  # the host waits for the size, which no kernel here computes
 
 
 @cache
@@ -201,13 +202,12 @@ class Watch(TorchDispatchMode):
             if (calculate := calculation_of(func, args, kwargs, result)) is not None:
                 calculate()
             return result
-        site = _site()
+        site, name = _site(), func._schema.name
         before = device.pretended_begin(site)
         try:
-            result = func(*args, **kwargs)
+            result = _sized_by_values(func, args) if name in SIZED_BY_VALUES else func(*args, **kwargs)
         finally:
             launched = device.pretended_end(before)
-        name = func._schema.name
         if name.startswith(LEFT_ALONE) or any(isinstance(leaf, FakeTensor) for leaf in tree_leaves((args, result))):
             return result
         self._note(func, name, args, kwargs, result, site, launched)
@@ -232,7 +232,7 @@ class Watch(TorchDispatchMode):
             made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
             writes += [one for one in made if one.untyped_storage()._cdata not in memory]
         on_device = any(one.is_cuda for one in [*reads, *writes])
-        if on_device and launched:
+        if on_device and (launched or name in SIZED_BY_VALUES):
             entry = _device().pretended_entry
             self._tell(lambda *ranges: entry(_stream(), 1, name.encode(), site, *ranges), reads, writes, cuda=True)
         elif not on_device and (writes or func._schema.returns) and not _is_view(func):
@@ -245,6 +245,14 @@ class Watch(TorchDispatchMode):
             [one for tensor in reads if tensor.is_cuda is cuda for one in _ranges(tensor)],
             [one for tensor in writes if tensor.is_cuda is cuda for one in _ranges(tensor)],
         )
+
+
+def _sized_by_values(func: Any, args: Any) -> Tensor:
+    if not args[0].is_cuda:
+        return func(*args)  # type: ignore[no-any-return]
+    values = func(*[over(each) for each in args])
+    torch.cuda.current_stream().synchronize()
+    return torch.empty_strided(values.shape, values.stride(), dtype=values.dtype, device=args[0].device)
 
 
 @cache

@@ -152,7 +152,7 @@ class HookedRows(HookedBuffer):
         self._grad = self._without_rows()
 
     def take(self, scale: float, steps: Sequence[PackStep], frozen: Set[int]) -> list[int]:
-        self.empty()
+        self.empty(scale)
         grad = None if self._registered in frozen else self._param.grad
         if grad is None:
             return [self._registered]
@@ -167,7 +167,7 @@ class HookedRows(HookedBuffer):
                 step.outside([self._name], [self._grad.values()])
         return []
 
-    def empty(self) -> None:
+    def empty(self, scale: float) -> None:
         self._grad = self._without_rows()
 
     def start(self, flat: Tensor) -> dist.Work:

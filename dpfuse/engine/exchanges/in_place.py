@@ -162,7 +162,8 @@ class InPlace(Exchange):
         storages = list(map(Tensor.untyped_storage, grads))
         return all(map(torch.UntypedStorage.resizable, storages)) and are_private(grads, storages)
 
-    def empty(self) -> None:
+    def empty(self, scale: float) -> None:
+        self._scale = scale
         self._tell_each()
         self._all_in_place, self.bytes_in_place = False, 0
         for one in self._each:

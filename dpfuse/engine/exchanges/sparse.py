@@ -52,7 +52,7 @@ class SparseRows(Exchange):
         self._is_dense = False
 
     def take(self, scale: float, steps: Sequence[PackStep], frozen: Set[int]) -> list[int]:
-        self.empty()
+        self.empty(scale)
         grad = None if self._index in frozen else self._param.grad
         if grad is None:
             return [self._index]
@@ -61,7 +61,7 @@ class SparseRows(Exchange):
         self._is_dense = grad.layout is torch.strided
         return []
 
-    def empty(self) -> None:
+    def empty(self, scale: float) -> None:
         self._rows, self._is_dense = self._no_rows(), False
 
     def start(self, flat: Tensor) -> dist.Work:

@@ -80,7 +80,7 @@ class TreeSum(Exchange):
         """Return an exchange after which each rank has its own parts only."""
         return TreeSum(self.group, self._subtrees, cuts=cuts)
 
-    def empty(self) -> None:
+    def empty(self, scale: float) -> None:
         for node in self._subtrees.nodes:
             node.zero_()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from unittest import mock
 
 import pytest
@@ -163,6 +163,35 @@ def in_one_call(rank, size, dtype, options, in_one):
     for bucket in together:
         large = [one._numel for one in bucket.parts.exchange._each]
         assert ([*large, bucket.parts.buffer.flat.numel()], bucket.parts.buffer.averaging.pre_scale) in calls
+
+
+def failing_first(rank, size, where):
+    calls, group = [], dist.new_group()
+    with large_from(50), as_nccl(group, calls):
+        torch.manual_seed(0)
+        chain = nn.Sequential(*[nn.Linear(6, 6) for _ in range(8)])
+        model = dpfuse.DataParallel(chain, None, 4e-4, 4e-4, gradient_as_bucket_view=False, group=group)
+        for step in range(3):
+            model.zero_grad()
+            out = model(batch(rank, step))
+            if rank == 1 and step == where:
+                out.register_hook(fail)
+            with suppress(RuntimeError):  # on this rank its own error, on the other one what the report says
+                out.square().mean().backward()
+    told = [None] * size
+    dist.all_gather_object(told, calls)
+    assert told[0] == told[1]
+    assert {factor for _, factor in calls} == {0.5}
+
+
+def fail(grad):
+    raise RuntimeError("planted")
+
+
+@pytest.mark.parametrize("where", [0, 1])
+def test_a_rank_that_fails_before_it_has_sent_anything_starts_the_collectives_of_the_others(ranks, where):
+    # On a pretended GPU it summed where the others multiplied, too: NCCL may choose other algorithms for the two.
+    ranks(failing_first, where)
 
 
 @pytest.mark.parametrize(
