@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["LIBRARY", "counted", "fail", "host_waits", "is_present", "logged", "peers_holding"]
+__all__ = ["LIBRARY", "counted", "fail", "host_waits", "is_present", "logged", "peers_holding", "waiting"]
 
 LIBRARY = "PRETENDED_GPU"  # the environment variable with the path of the built device.cpp
 
@@ -64,20 +64,27 @@ def fail(call: str, after: int = 1) -> None:
     _device().pretended_fail(call.encode(), after)
 
 
-def host_waits() -> None:
-    """Tell the device while this host waits in a store, so that it can tell a hang from what it does not model."""
+@contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Tell the device that this host waits for its peers, so that it can tell a hang from what it does not model."""
     tell = _device().pretended_host_waits
     tell.argtypes = [ctypes.c_char_p]
+    tell(what.encode())
+    try:
+        yield
+    finally:
+        tell(b"")
+
+
+def host_waits() -> None:
+    """Tell the device whenever this host waits in a store."""
 
     def telling(name: str) -> Any:
         wait = getattr(dist.Store, name)
 
         def tell_and_wait(store: Any, *args: Any) -> Any:
-            tell(f"store.{name}({str(args[0])[:80] if args else ''})".encode())
-            try:
+            with waiting(f"store.{name}({str(args[0])[:80] if args else ''})"):
                 return wait(store, *args)
-            finally:
-                tell(b"")
 
         return tell_and_wait
 

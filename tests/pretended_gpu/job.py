@@ -17,16 +17,16 @@ LIMIT = 1200  # seconds for all programs of a face
 
 
 def reports_of(
-    face: str, names: list[str], folder: Path, *, ranks: int = 2, plants: bool = False
+    face: str, names: list[str], folder: Path, *, ranks: int = 2, breaks: bool = False
 ) -> dict[str, list[dict[str, Any]]]:
-    """Run programs, or plants, in one job, and return the reports of its ranks by name.
+    """Run programs in one job, and return the reports of its ranks by name.
 
     Args:
         face: whose programs they are.
-        names: of the programs or plants.
+        names: of the programs.
         folder: where the reports are written.
         ranks: how many there are.
-        plants: whether the names are those of plants.
+        breaks: whether a rank may end before its report; what was found until then counts, too.
 
     Raises:
         AssertionError: a rank ended before it had run them all. The text has the end of its output.
@@ -37,12 +37,13 @@ def reports_of(
     job = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     device = {"PRETENDED_PEERS": "real", "PRETENDED_JOB": uuid4().hex, "PRETENDED_DEVICES": "1"}
     command = [sys.executable, "-W", "ignore", "-X", "faulthandler", "-m", "tests.pretended_gpu.two_ranks", face]
-    processes, outputs = [], [folder / f"{rank}.json" for rank in range(ranks)]
-    for rank, output in enumerate(outputs):
-        environment = {**os.environ, **job, **device, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        arguments = [str(output), *(["--plants"] if plants else []), *names]
+    processes = []
+    for rank in range(ranks):
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "PRETENDED_FINDINGS": str(folder / f"{rank}.found")}
         with open(folder / f"{rank}.log", "w") as log:
-            processes.append(subprocess.Popen([*command, *arguments], env=environment, stdout=log, stderr=log))
+            arguments = [*command, str(folder / f"{rank}.json"), *names]
+            environment = {**os.environ, **job, **device, **own}
+            processes.append(subprocess.Popen(arguments, env=environment, stdout=log, stderr=log))
     try:
         for process in processes:
             process.wait(LIMIT)
@@ -50,11 +51,17 @@ def reports_of(
         for process in processes:
             process.kill()
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
-    for rank, output in enumerate(outputs):
-        lines = output.read_text().splitlines() if output.exists() else []
-        for line in lines:
-            report = json.loads(line)
+    for rank in range(ranks):
+        reports = [json.loads(line) for line in _lines(folder / f"{rank}.json")]
+        for report in reports:
             found[report["name"]].append(report)
+        if breaks:
+            found[names[0]].append({"findings": _lines(folder / f"{rank}.found"), "error": "", "apart": 0.0})
+            continue
         said = (folder / f"{rank}.log").read_text()[-3000:]
-        assert len(lines) == len(names), f"rank {rank} has run {len(lines)} of {len(names)} programs:\n{said}"
+        assert len(reports) == len(names), f"rank {rank} has run {len(reports)} of {len(names)} programs:\n{said}"
     return found
+
+
+def _lines(place: Path) -> list[str]:
+    return place.read_text().splitlines() if place.exists() else []

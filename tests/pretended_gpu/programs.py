@@ -22,7 +22,7 @@ import dpfuse
 from tests.pretended_gpu.watch import silence, snapshot
 from tests.pretended_gpu.ways import SETTLED, WIDTH, Way, Wrap, chain, plain, zeroing
 
-__all__ = ["FOUR", "PEERS", "PROGRAMS", "TORCH", "Job", "Program", "replayed", "trained"]
+__all__ = ["FOUR", "PEERS", "PROGRAMS", "TORCH", "Job", "Program", "failing_in", "replayed", "trained"]
 
 STEPS = SETTLED + 6
 LARGE = 8448  # a weight of 64 rows has more than 1 MB, also in 16 bits
@@ -72,9 +72,10 @@ class Job:
         return wrap(module, **{"process_group" if wrap.face else "group": group or self.group}, **sizes)
 
     def inputs(self, step: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return the inputs of this rank in a step."""
+        """Return the inputs of this rank in a step. The host waits for nothing: that would hide what it reads early."""
         draw = torch.Generator().manual_seed(1000 * step + self.rank)
-        return torch.randn(8, WIDTH, generator=draw).to(dtype).to(self.device)
+        x = torch.randn(8, WIDTH, generator=draw).to(dtype)
+        return x if self.device == "cpu" else x.pin_memory().to(self.device, non_blocking=True)
 
     def held(self, module: nn.Module, optimizer: Any) -> list[Tensor]:
         """Return copies of the gradients, the parameters, the buffers and the states. The host waits for nothing."""
@@ -155,7 +156,7 @@ def on_a_stream_of_its_own(job: Job) -> Iterator[list[Tensor]]:
     main.wait_stream(torch.cuda.current_stream())
     for step in range(STEPS):
         with torch.cuda.stream(copies):
-            x = job.inputs(step).cpu().pin_memory().to("cuda", non_blocking=True)
+            x = job.inputs(step)
         main.wait_stream(copies)
         x.record_stream(main)
         with torch.cuda.stream(main):
@@ -207,6 +208,30 @@ def failing(check: str, fails: dict[int, set[int]], where: str, **options: Any) 
                 if handle is not None:
                     handle.remove()
             yield job.held(module, optimizer) if check == "strict" and step not in fails else []
+
+    return program
+
+
+def failing_in(way: Way) -> Program:
+    """Return a program that does the steps of a way of use, of which some fail on one rank or on all."""
+
+    def program(job: Job) -> Iterator[list[Tensor]]:
+        torch.manual_seed(0)
+        module = Net(way.network()).to(job.device, way.dtype)
+        model = job.wrap(replace(way.wrap, face=job.face), module)
+        optimizer, do = way.optimizer(model), way.step or plain
+        for step in range(STEPS):
+            place = module.large if step in LATE else module  # after a bucket has gone, or before
+            fail = job.rank in (EARLY | LATE).get(step, ())
+            handle = place.register_full_backward_hook(_fail) if fail else None
+            try:
+                do(model, optimizer, job.inputs(step, way.dtype))
+            except (RuntimeError, ValueError):
+                pass  # this rank's own, or the word that another rank has failed
+            finally:
+                if handle is not None:
+                    handle.remove()
+            yield []
 
     return program
 

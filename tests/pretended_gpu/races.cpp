@@ -8,6 +8,8 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <set>
@@ -15,7 +17,7 @@
 
 namespace {
 
-const double LONG_AGO = 5;      // seconds after which a query says that an event has passed
+const double LONG_AGO = 20;     // seconds after which a query says that an event has passed
 const double A_WHILE = 0.3;     // the same, where a thread asks for it again and again
 const int AGAIN_AND_AGAIN = 50;
 
@@ -95,12 +97,20 @@ std::string told(const Entry& e) {
   std::string by = e.stream < 0 ? "the host" : "stream " + std::to_string(e.stream);
   return texts[e.what] + " on " + by + " (" + (texts[e.site].empty() ? "unknown line" : texts[e.site]) + ")";
 }
+void keep(const std::string& text) {  // in a file, too, since a process may end before it is asked
+  found.push_back(text);
+  if (const char* place = getenv("PRETENDED_FINDINGS"))
+    if (FILE* file = fopen(place, "a")) {
+      fprintf(file, "%s\n", text.c_str());
+      fclose(file);
+    }
+}
 void race(const Access& before, int entry, bool wrote, bool writes, size_t from, size_t to) {
   char where[64];
   snprintf(where, sizeof where, " at %zx", from);
   std::string text = "race: " + told(entries[entry]) + (writes ? " writes" : " reads") + " what " +
                      told(entries[before.entry]) + (wrote ? " writes" : " reads") + ", and nothing says which is first";
-  if (found_before.insert(text).second) found.push_back(text + "; " + std::to_string(to - from) + " bytes" + where);
+  if (found_before.insert(text).second) keep(text + "; " + std::to_string(to - from) + " bytes" + where);
 }
 Memory::iterator split(Memory& m, size_t at) {  // so that one piece begins at `at`, if any holds it
   auto i = m.lower_bound(at);
@@ -266,7 +276,7 @@ std::string site() {
 }
 void finding(const std::string& text) {
   std::lock_guard<std::mutex> g(mine);
-  if (found_before.insert(text).second) found.push_back(text);
+  if (found_before.insert(text).second) keep(text);
 }
 
 void captured_entry(Stream* s, const std::string& what, const std::vector<Range>& ranges, std::function<void()> run) {

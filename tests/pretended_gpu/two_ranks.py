@@ -12,17 +12,20 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.pretended_gpu.device import host_waits
-from tests.pretended_gpu.programs import FOUR, PEERS, PROGRAMS, TORCH, Job, Program, replayed, trained
+from tests.pretended_gpu.device import host_waits, waiting
+from tests.pretended_gpu.plants import PLANT_PROGRAMS, PLANTS, Plant
+from tests.pretended_gpu.programs import FOUR, PEERS, PROGRAMS, TORCH, Job, Program, failing_in, replayed, trained
 from tests.pretended_gpu.watch import compared, findings, watched
-from tests.pretended_gpu.ways import WAYS, chain
+from tests.pretended_gpu.ways import WAYS, accumulating, chain, in_micro_batches
 
 __all__ = ["FACES", "programs_of"]
 
@@ -42,7 +45,10 @@ def programs_of(face: str) -> dict[str, Program]:
     ways["private, large gradients"] = replace(large, wrap=wrap, network=chain)
     plain = {name: trained(way) for name, way in ways.items()}
     graphs = {f"{name}, captured": replayed(way) for name, way in ways.items() if way.captured}
-    return {**plain, **graphs, **PROGRAMS, **FOUR}
+    # A backward that fails inside no_sync() is one that its peers do not take part in.
+    single = {name: way for name, way in ways.items() if way.step not in (accumulating, in_micro_batches)}
+    fails = {f"{name}, failing": failing_in(way) for name, way in single.items()}
+    return {**plain, **graphs, **fails, **PROGRAMS, **FOUR}
 
 
 def distance(found: list[Tensor], expected: list[Tensor]) -> float:
@@ -84,6 +90,19 @@ def run(program: Program, cpu: Job, device: Job) -> dict[str, Any]:
     return result
 
 
+def planted(plant: Plant, rank: int) -> Program:
+    """Return the program of a plant, which is in place while it runs on the device."""
+    program = {**programs_of(plant.face), **PLANT_PROGRAMS}[plant.program]
+
+    def run_planted(job: Job) -> Iterator[list[Tensor]]:
+        with pytest.MonkeyPatch.context() as patch:
+            if job.device == "cuda":
+                plant.plant(patch.setattr, rank)
+            yield from program(job)
+
+    return run_planted
+
+
 def main(face: str, place: str, *names: str) -> None:
     """Be one rank, whose number and peers the environment tells, and write a line for each program."""
     torch.set_num_threads(1)
@@ -96,14 +115,16 @@ def main(face: str, place: str, *names: str) -> None:
     group = dist.new_group(backend="gloo")
     PEERS.append(group)
     host_waits()
-    programs = programs_of(face)
+    programs = {**programs_of(face), **PLANT_PROGRAMS}
+    programs |= {f"plant: {name}": planted(plant, rank) for name, plant in PLANTS.items() if plant.face == face}
     cpu, gpu = (Job(face == "drop-in", *kind, rank, ranks) for kind in (("cpu", group), ("cuda", None)))
     with open(place, "w") as report:
         for name in names or programs:
             result = run(programs[name], cpu, gpu)
             report.write(json.dumps({"name": name, "rank": rank, **result}) + "\n")
             report.flush()
-            dist.barrier(group=group)
+            with waiting("the end of a program"):
+                dist.barrier(group=group)
     os._exit(0)
 
 

@@ -156,6 +156,6 @@ def over(tensor: Tensor) -> Tensor:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
     memory = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
     flat = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
-    over = torch.empty(0, dtype=tensor.dtype).set_(flat, tensor.storage_offset(), tensor.shape, tensor.stride())
-    over = over.conj() if tensor.is_conj() else over
-    return torch._neg_view(over) if tensor.is_neg() else over
+    found = torch.empty(0, dtype=tensor.dtype).set_(flat, tensor.storage_offset(), tensor.shape, tensor.stride())
+    found = found.conj() if tensor.is_conj() else found
+    return torch._neg_view(found) if tensor.is_neg() else found

@@ -31,6 +31,7 @@ __all__ = ["captured", "compared", "findings", "silence", "snapshot", "watched"]
 
 ROOT = Path(__file__).parents[2]
 OURS = tuple(f"{ROOT / folder}/" for folder in ("dpfuse", "kernels"))
+THROUGH = tuple(str(ROOT / path) for path in ("kernels", "dpfuse/comm/collective.py"))  # the caller says more
 INSTRUMENT = ("watch.py", "values.py")
 TORCH = (str(Path(torch.__file__).parent), *(str(Path(__file__).with_name(name)) for name in INSTRUMENT))
 MANY = 256  # pieces of a tensor with gaps; one with more counts as a whole
@@ -104,14 +105,18 @@ _lines: dict[tuple[Any, int], int] = {}
 def _site() -> int:
     """Return the number of the line of dpfuse that is running, or else of the program, or else of autograd."""
     frame = sys._getframe(1)
-    first = None
+    first = through = None
     while frame is not None:
         name = frame.f_code.co_filename
-        if name.startswith(OURS):
+        if name.startswith(THROUGH):
+            through = through or frame
+        elif name.startswith(OURS):
             return _line(frame)
         if first is None and not name.startswith(TORCH) and name[0] == "/":
             first = frame
         frame = frame.f_back  # type: ignore[assignment]
+    if through is not None:
+        return _line(through)
     node = torch._C._current_autograd_node()
     if node is not None:
         return _text(f"backward of {node.name()}")
@@ -311,9 +316,28 @@ def _launched(function: int, parameters: Any, programs: int, stream: int | None)
         name, constants, values = _arguments(_compiled[function], parameters)
         reads, writes = footprint(name, constants, values, programs)
         entry, site = _device().pretended_entry, _site()
+        if captured():
+            _keep_tables(name, [(values[each], reads) for each in TABLES if each in values], site)
         _tell(lambda *ranges: entry(stream, 0, name.encode(), site, *ranges), reads, writes)
     except Exception as error:  # a callback of C has nowhere to raise
         _device().pretended_finding(f"not followed: a launch of a kernel: {type(error).__name__}: {error}".encode())
+
+
+TABLES = ("address_ptr", "chunk_ptr", "row_ptr")
+
+
+def _keep_tables(name: str, tables: list[tuple[int, list[tuple[int, int]]]], site: int) -> None:
+    """Note what the tables of a captured launch hold: each replay reads them again, and must find that."""
+    for table, reads in tables:
+        for at, length in reads:
+            if at == table:
+                held = ctypes.string_at(at, length)
+                _run(lambda at=at, held=held: _compare_table(name, at, held, site))  # type: ignore[misc]
+
+
+def _compare_table(name: str, at: int, held: bytes, site: int) -> None:
+    if ctypes.string_at(at, len(held)) != held:
+        _device().pretended_finding(f"changed: a table that a captured {name} reads at each replay".encode())
 
 
 # --- What the host reads beside torch's operations ---
@@ -346,6 +370,15 @@ def _watch_the_host(setattr: Callable[..., None]) -> None:
     setattr(report._HostPairs, "__init__", make_watched)
     for name in ("tolist", "numpy", "__array__"):
         setattr(Tensor, name, _reading(getattr(Tensor, name), f"Tensor.{name}"))
+    save = torch.save
+
+    def save_and_note(found: Any, *args: Any, **kwargs: Any) -> Any:
+        tensors = [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor) and not leaf.is_cuda]
+        for address, length in (each for tensor in tensors for each in _ranges(tensor)):
+            _host_reads("torch.save", address, length)
+        return save(found, *args, **kwargs)
+
+    setattr(torch, "save", save_and_note)
 
 
 def _reading(read: Callable[..., Any], what: str) -> Callable[..., Any]:
