@@ -24,6 +24,7 @@ from dpfuse.comm.waiting import board_of, leave, wait_for_first_rank
 from dpfuse.engine.events import Watcher
 from dpfuse.engine.plan import MB, BucketPlan
 from dpfuse.engine.reducer import Reducer
+from dpfuse.engine.send_order import complete_failed
 from dpfuse.engine.sync_decision import NEVER
 from dpfuse.engine.torch_private import inside_compiled, leave_untraced, set_tracer, uncompiled
 from dpfuse.engine.user_line import warn_at_user
@@ -130,6 +131,8 @@ class SyncedModule(nn.Module):
 
     def _connect(self, group: dist.ProcessGroup | None, *, fresh: bool) -> None:
         """Build everything that is not part of the model. A copy (not `fresh`) needs no exchange with its peers."""
+        if fresh:
+            complete_failed(group)  # the peers may still wait in a backward of another model, dropped or not
         self._group = group
         self._let_go()
         if self._sync_if_any() is not None:

@@ -27,6 +27,7 @@ from dpfuse.ddp.placement import (
 )
 from dpfuse.ddp.torch_buckets import BucketSizes, rule_of
 from dpfuse.ddp.torch_hooks import TorchHooks
+from dpfuse.engine.send_order import complete_failed
 from dpfuse.engine.sync_decision import NEVER
 from dpfuse.engine.torch_private import leave_untraced, on_device
 from dpfuse.engine.user_line import warn_at_user
@@ -134,6 +135,8 @@ class DistributedDataParallel(TorchHooks, Joinable):
         if check_reduction:
             warn_at_user(FutureWarning("check_reduction is deprecated and ignored; leave it out"))
         group = group_of(process_group, device_mesh)
+        if init_sync:
+            complete_failed(group)  # before a failure is told here
         try:
             if not isinstance(module, nn.Module):
                 got = f"the class {module.__name__}" if isinstance(module, type) else type(module).__name__

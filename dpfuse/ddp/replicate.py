@@ -17,6 +17,7 @@ from dpfuse.arguments import instance
 from dpfuse.comm.votes import report_failure
 from dpfuse.ddp.distributed_data_parallel import TORCH_CLASS, DistributedDataParallel
 from dpfuse.ddp.placement import group_of
+from dpfuse.engine.send_order import complete_failed
 from dpfuse.engine.torch_private import leave_untraced
 from dpfuse.model.options import siblings
 from dpfuse.wrapper import SyncedModule
@@ -150,6 +151,7 @@ def replicate(
         )
     instance("mesh", mesh, (DeviceMesh, NoneType), "a torch.distributed.device_mesh.DeviceMesh", "leave it out")
     group = group_of(options.get("process_group"), mesh)
+    complete_failed(group)  # before a failure is told here
     try:
         _check(module)
         ignored = _ids_of(module, ignored_params)

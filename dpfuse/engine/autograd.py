@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import count
+from time import monotonic, sleep
 from types import FrameType
 from typing import Any, Protocol
 
@@ -47,6 +48,7 @@ __all__ = [
 _ENGINE = engine_run_backward.__code__
 _OWN_BACKWARD = torch.autograd.function.BackwardCFunction.apply.__code__
 _queue_callback: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
+FREED_WITHIN = 1.0  # seconds in which the engine frees a backward that has raised
 WHY_UNTRACED = "dpfuse notes here that a backward begins; under compiled autograd, compile without fullgraph=True"
 
 
@@ -263,7 +265,7 @@ class BackwardListener(Protocol):
         """The backward died of an exception. `opened` says whether `open` had returned; `close` may have, too."""
 
     def raised(self, error: BaseException, *, opened: bool, reached: Reached) -> None:
-        """A backward of this process has raised this; `abandon` was called before, on a GPU perhaps after it.
+        """A backward of this process has raised this; `abandon` was called before.
 
         `opened` says whether that backward had been opened, and `reached` knows into what it was to accumulate.
         """
@@ -325,8 +327,21 @@ class BackwardWatch:
             reached: as for the listener.
         """
         if self.listener is not None:
+            if (self._opened > began or self._waiting is not None) and not backward_runs():
+                self._wait_for_death()
             self.look_back()
             self.listener.raised(error, opened=self._opened > began, reached=reached)
+
+    def _wait_for_death(self) -> None:
+        """Wait until the engine has freed the backward that has raised.
+
+        A thread of the engine, which there is for each GPU, may still hold it, and frees it once it gets Python's lock.
+        Until then a call between backwards would find one that runs. The limit is for what keeps it on purpose, as a
+        backward of another thread does.
+        """
+        limit = monotonic() + FREED_WITHIN
+        while (self._task is not None or self._waiting is not None) and monotonic() < limit:
+            sleep(FREED_WITHIN / 10_000)  # the other thread gets the lock
 
     def watch(self, outputs: Any, note: int = 0) -> bool:
         """Watch all tensors in the outputs of a forward; return whether there is any.
@@ -440,9 +455,11 @@ class BackwardWatch:
 
     def _died_early(self, reference: weakref.ref[_Callback]) -> None:
         if self._waiting is reference:
-            self._waiting = None
-            if self._task is None and self.listener is not None:
-                self.listener.abandon(opened=False)
+            try:
+                if self._task is None and self.listener is not None:
+                    self.listener.abandon(opened=False)
+            finally:
+                self._waiting = None  # last: another thread may wait for it
 
     def _end(self, reached_leaves: Callable[[], bool]) -> None:
         if self.listener is not None:
@@ -453,9 +470,11 @@ class BackwardWatch:
 
     def _died(self, reference: weakref.ref[_Callback]) -> None:
         if self._task is reference:
-            self._task = None
-            if self.listener is not None:
-                self.listener.abandon(opened=True)
+            try:
+                if self.listener is not None:
+                    self.listener.abandon(opened=True)
+            finally:
+                self._task = None  # last: another thread may wait for it
 
 
 _watches: weakref.WeakSet[BackwardWatch] = weakref.WeakSet()

@@ -565,6 +565,8 @@ class Reducer:
             self.accumulation.die()  # last, since a filter may turn its warning into an error
         else:
             self._enter(ABANDONED)
+            if not self._wiring.order.is_shared:
+                self._wiring.order.fail_alone()
 
     def raised(self, error: BaseException, *, opened: bool, reached: Reached) -> None:
         """Note what has ended a backward: if memory has run out, the peers raise an error of that class, too.
@@ -614,6 +616,7 @@ class Reducer:
         if run.reading is not None:
             self._forget_told(run.reading)
         self._reset()
+        wiring.order.settled()
         if completed:
             self.completed += 1
             wiring.lost.note(self.completed)
@@ -899,7 +902,7 @@ class Reducer:
             names = [self._in_use.names[index] for index in sorted(outcome.missing)]
             outcome.error = DPFuseError(messages.unread(names))
         # After the first backward the ranks agree on the buckets, and a rank that has failed would not take part.
-        all_read = self._wiring.strict or not self.rebuilt
+        all_read = self._wiring.strict or self._wiring.order.hears_at_once or not self.rebuilt
         wait = all_read or not well or bool(outcome.missing)
         return self._read(report, wait=wait, gather=all_read or report.is_on_cpu)
 
@@ -970,7 +973,8 @@ class Reducer:
     def _all_read_now(self) -> bool:
         """Whether every rank reads the report at the end of this backward, as on CPUs and in strict mode."""
         on_cpu = self._in_use.report.is_on_cpu
-        return on_cpu or self._wiring.strict or (not self.rebuilt and self._change is None)
+        waits = self._wiring.strict or self._wiring.order.hears_at_once
+        return on_cpu or waits or (not self.rebuilt and self._change is None)
 
     def _explain(self, reading: Reading, error: Exception | None) -> str:
         wiring, outcome = self._wiring, self._run.outcome

@@ -365,8 +365,7 @@ class Report:
                     self._keep(sums)  # ranks that do not wait read it in the next backward, so this rank does, too
                     self.hand_over()
                 return before
-            reading = self._interpret(sums.parts.told.tolist())
-            self._early = reading
+            reading = self._early = self._reading_of(_HostPairs(sums.parts.told.cpu()))
         if not reading.all_well and gather:
             sums.reading = self._with_rows(reading, outcome)
             return sums.reading
@@ -517,7 +516,10 @@ class Report:
         self._pending = False
         self.hand_over()  # an interrupt may have struck before it
         self._copy.wait()
-        return ALL_WELL if self._is_usual(self._host) else self._interpret(self._host.values.tolist())
+        return self._reading_of(self._host)
+
+    def _reading_of(self, host: _HostPairs) -> Reading:
+        return ALL_WELL if self._is_usual(host) else self._interpret(host.values.tolist())
 
     def _is_usual(self, host: _HostPairs) -> bool:
         """Whether all is well, nothing differs and no rank asks, as in nearly every backward."""

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from itertools import count
 
 import torch.distributed as dist
 
+from dpfuse.comm.collective import is_registered
 from dpfuse.engine.number_hash import number_hash
 from dpfuse.engine.report_layout import Field
+from dpfuse.errors import DPFuseError
 
-__all__ = ["SendOrder"]
+__all__ = ["SendOrder", "complete_failed"]
 
 BUCKETS = 1 << 32  # more than a model has
 
@@ -31,19 +34,31 @@ class SendOrder:
     Attributes:
         turns: of all models of the group.
         key: what `turns.turn` is while this model has the turn.
-        complete: completes what the peers wait for in a backward of this model that has failed on this rank.
+        complete: completes what the peers wait for in a backward of this model that has failed on this rank. It keeps
+            the model alive once that is noted.
+        hears_at_once: whether a backward of this model waits for the report on a GPU, too, since another collective of
+            the group may follow it; the same on all ranks.
     """
 
-    __slots__ = ("__weakref__", "_number", "_reference", "_send_due", "complete", "key", "turns")
+    __slots__ = ("__weakref__", "_number", "_reference", "_send_due", "complete", "hears_at_once", "key", "turns")
 
     def __init__(self, group: dist.ProcessGroup, number: int) -> None:
         self.complete: weakref.WeakMethod[Callable[[], None]] | None = None
+        self.hears_at_once = False
         self._send_due: Callable[[bool], None] | None = None  # while a backward is open
         self._number = number
-        self.turns = _groups.setdefault(group, Turns())
+        _forget_destroyed()
+        self.turns = _groups.setdefault(group, Turns(group))
         self.key = next(self.turns.keys)
         self._reference = weakref.ref(self, self.turns.forget)
         self.turns.models.append(self._reference)
+
+    def hear_at_once(self) -> None:
+        """Let the backwards of all models that the group has now wait for their reports, from now on."""
+        for reference in tuple(self.turns.models):
+            model = reference()
+            if model is not None:
+                model.hears_at_once = True
 
     @property
     def is_shared(self) -> bool:
@@ -114,20 +129,22 @@ class SendOrder:
             group.sends = False
 
     def fail_alone(self) -> None:
-        """Note that a backward of this model has failed which was to reach no other one: the peers wait in this one."""
-        if self._reference not in self.turns.failed:
-            self.turns.failed.append(self._reference)
+        """Note that a backward of this model has failed which was to reach no other one: the peers wait in this one.
+
+        Until it is completed, the model lives, also where the program has dropped it. Else it would depend on when
+        Python collects garbage, which differs between ranks, whether a rank takes part in what is left.
+        """
+        complete = None if self.complete is None else self.complete()
+        if complete is not None:
+            self.turns.failed.setdefault(self.key, complete)
+
+    def settled(self) -> None:
+        """Note that nothing is left of a failed backward of this model."""
+        self.turns.failed.pop(self.key, None)
 
     def complete_failed(self) -> None:
-        """Complete what the peers wait for in backwards that have failed on this rank, of one model of the group each.
-
-        Where several models have shared one, each is completed in its own next forward: in the order of the program.
-        """
-        while self.turns.failed:
-            model = self.turns.failed.pop(0)()
-            complete = None if model is None or model.complete is None else model.complete()
-            if complete is not None:
-                complete()
+        """As the function of that name."""
+        self.turns.complete_failed()
 
     def field(self) -> Field:
         """Return the field that the report compares."""
@@ -155,10 +172,15 @@ class Turns:
         last: the key of the model that had the last turn since then.
         told: a number for the order of all turns since then; 0 while one model has had all of them.
         sends: whether models send what is due for another one.
-        failed: those of which a backward has failed on this rank, and was to reach no other one.
+        failed: what completes a backward that has failed on this rank, and was to reach no other model, by the key of
+            its model.
+
+    Args:
+        group: the ranks.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._registered = is_registered(group)
         self.models: list[weakref.ref[SendOrder]] = []
         self.opened: list[weakref.ref[SendOrder]] = []
         self.keys = count(1)
@@ -167,13 +189,40 @@ class Turns:
         self.last = 0
         self.told = 0
         self.sends = False
-        self.failed: list[weakref.ref[SendOrder]] = []
+        self.failed: dict[int, Callable[[], None]] = {}
 
     def forget(self, reference: weakref.ref[SendOrder]) -> None:
         """Forget a model that lives no more."""
         self.models.remove(reference)
         if reference in self.opened:
             self.opened.remove(reference)
+
+    def complete_failed(self) -> None:
+        """As the function of that name."""
+        while self.failed:
+            self.failed.pop(next(iter(self.failed)))()
+
+    def forget_if_destroyed(self, group: dist.ProcessGroup) -> None:
+        """Let go of models with a failed backward if the group was destroyed: no peer waits for them any more."""
+        if self.failed and self._registered and not is_registered(group):
+            self.failed.clear()
+
+
+def complete_failed(group: dist.ProcessGroup | None) -> None:
+    """Complete what the peers wait for in backwards that have failed on this rank, of one model of the group each.
+
+    To be called before other collectives of the group. Where several models have shared a backward, each is completed
+    in its own next forward: in the order of the program.
+    """
+    turns = None if group is None else _groups.get(group)
+    while turns is not None and turns.failed:
+        with suppress(DPFuseError):  # it cannot be completed, and its own next forward says why, if there is one
+            turns.complete_failed()
+
+
+def _forget_destroyed() -> None:
+    for group, turns in tuple(_groups.items()):
+        turns.forget_if_destroyed(group)
 
 
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, Turns] = weakref.WeakKeyDictionary()

@@ -208,6 +208,15 @@ class GradSync:
         self.events.add(feature, first=True)
         self.remake()
 
+    def hear_at_once(self) -> None:
+        """Let backwards of all models that the group has now wait for their reports from now on, on a GPU too.
+
+        To be called on all ranks, where a collective may follow a backward before the next one: a rank that has not
+        heard of a failure would call it while the rank that failed goes on to the next backward. Models that are
+        wrapped later are meant once it is called again.
+        """
+        self.order.hear_at_once()
+
     def average_over(self, rank_count: int) -> None:
         """Divide the sums of the next backwards by this number; a communication hook uses a number of its own."""
         self._rank_count = rank_count

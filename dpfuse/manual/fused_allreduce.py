@@ -30,6 +30,7 @@ from dpfuse.engine.param_spec import ParamSpec
 from dpfuse.engine.plan import MB
 from dpfuse.engine.report import Outcome, Reading, Report
 from dpfuse.engine.report_layout import ReportLayout
+from dpfuse.engine.send_order import complete_failed
 from dpfuse.engine.settings import SyncSettings
 from dpfuse.engine.sync_decision import Window
 from dpfuse.errors import DPFuseError
@@ -128,6 +129,7 @@ def fused_allreduce_gradients(
 
 
 def _average(parameter_list: Any, options: _Options, group: dist.ProcessGroup, kept: list[_Prepared]) -> None:
+    complete_failed(group)  # the peers may still wait in a backward of a wrapped model
     prepared, agreed = _agree(parameter_list, options, group, kept)
     try:
         if any(number & STOP for number in agreed.numbers):

@@ -22,7 +22,7 @@ from dpfuse.engine.listening import Wrap
 from dpfuse.engine.local_part import LocalPart, is_divided
 from dpfuse.engine.micro_batches import MicroBatches
 from dpfuse.engine.param_spec import grad_dtype_of
-from dpfuse.engine.phase import ABANDONED, IDLE
+from dpfuse.engine.phase import ABANDONED, IDLE, RESTING
 from dpfuse.engine.plan import BucketPlan
 from dpfuse.engine.settings import SyncSettings
 from dpfuse.engine.sync import GradSync
@@ -124,6 +124,7 @@ class ModuleSync:
         self.options = options
         self._module = module
         self._dividing: Dividing | None = None
+        self._factors_due = False  # whether factors were asked for while they could not be attached
         self._divided: tuple[Sequence[Any], str] = (), ""  # a name, and for which planned parameters it was looked for
         buffers = BufferSync(module, options.ignored, group, agreed_buffers)
         self.buffers = BufferSchedule(buffers, active=options.broadcast_buffers)
@@ -273,8 +274,8 @@ class ModuleSync:
             reducer.abandon(opened=False)
         if reducer.phase is ABANDONED:
             reducer.drain()
-            if self.factors.weight.value is not None:
-                self.attach_factors()
+        if self._factors_due:
+            self.attach_factors()
 
     def stop_reason(self) -> StopReason | None:
         """Why all ranks stop, if they do. A rank whose backward has failed takes part in it first, to hear of it."""
@@ -321,9 +322,7 @@ class ModuleSync:
     def synchronize_weights(self) -> None:
         """As that of the wrapper."""
         group = self.grads.group
-        if self.grads.reducer.phase is not ABANDONED:
-            self._refuse_running("synchronize_weights() was called", " Call it once backward() has returned.")
-        self.complete_failed()
+        self._refuse_running("synchronize_weights() was called", " Call it once backward() has returned.")
         what, remedy = "the weights to be synchronized", "Change the module in the same way on every rank."
         try:
             named = named_kinds(*tensors_of(self._module, self.options))
@@ -364,7 +363,8 @@ class ModuleSync:
         """Have gradients multiplied from the next backward on; a model that never asks for that has no cost of it."""
         if self.factors.attached:
             return
-        if self.grads.reducer.phase is IDLE:  # else once what is in flight is drained
+        self._factors_due = self.grads.reducer.phase is not IDLE  # then once what is in flight is drained
+        if not self._factors_due:
             self.factors.attached = True
             self.grads.add_feature(self.factors, joined=True)
 
@@ -383,7 +383,9 @@ class ModuleSync:
         self._follower.ask(wish)
 
     def _refuse_running(self, what: str, remedy: str = "") -> None:
-        """Raise DPFuseError if `what` was done while a backward is running, or was interrupted."""
+        """Complete a backward that has failed. Raise DPFuseError if `what` was done while one is running."""
+        if self.grads.reducer.phase in RESTING:
+            self.complete_failed()
         phase = self.grads.reducer.phase
         if phase is not IDLE:
             raise DPFuseError(
@@ -400,8 +402,7 @@ class ModuleSync:
         """Let a communication hook reduce the gradients from the next synchronised backward on.
 
         Raises:
-            RuntimeError: there is one already; a backward is running, or was interrupted; the wrapper was told how
-                gradients travel.
+            RuntimeError: there is one already; a backward is running; the wrapper was told how gradients travel.
         """
         if self.grads.hook is not None:
             raise RuntimeError(
@@ -421,7 +422,11 @@ class ModuleSync:
             self.weights.turn_off("a communication hook may give each rank other gradients")
 
     def check_divisible(self, *, in_backward: bool = False) -> None:
-        """Raise ValueError if gradients cannot be divided among the ranks, or be used up when a backward returns."""
+        """Raise ValueError if gradients cannot be divided among the ranks, or be used up when a backward returns.
+
+        It comes before the first collective of what is to divide them, so a backward that has failed is completed.
+        """
+        self.complete_failed()
         in_use, wire, specs = self.in_use, self.options.wire, self.grads.plan.specs
         if self.factors.weight.value is not None:
             in_use["weight"] = "gradient weights"

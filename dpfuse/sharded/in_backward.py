@@ -87,6 +87,11 @@ class InBackward:
         self._unused: list[str] = []
         self._lost: Exception | None = None  # why a bucket did not land
 
+    @property
+    def adds_up(self) -> bool:
+        """Whether a step adds up the squares of all ranks."""
+        return self._largest is not None
+
     def opens(self) -> None:
         """Note that a backward that synchronises begins.
 

@@ -1,8 +1,7 @@
-// A pretended CUDA 13 runtime, driver and NCCL, with which torch's CUDA build runs without a GPU. Memory is host
-// memory. Kernels and cuBLAS do nothing, but for torch's fills, so that small control values are right. Copies and
-// small collectives move bytes: the peers of a communicator are thought to hold what this rank holds. Every call is
-// counted and, if asked, logged with its stream. The order of streams and events, and the rules of stream capture, are
-// modelled. A chosen call can be made to fail.
+// A pretended CUDA 13 runtime and driver, with which torch's CUDA build runs without a GPU. Memory is host memory.
+// Kernels and cuBLAS do nothing, but for torch's fills, so that small control values are right. Copies move bytes. Every
+// call is counted and, if asked, logged with its stream. The order of streams and events, and the rules of stream
+// capture, are modelled. A chosen call can be made to fail. nccl.cpp has the collectives, races.cpp the race detector.
 #include "device.h"
 
 #include <cxxabi.h>
@@ -188,11 +187,11 @@ API cudaError_t cudaSetDevice(int d) {
   return cudaSuccess;
 }
 API cudaError_t cudaDriverGetVersion(int* v) {
-  *v = 13000;
+  *v = CUDART_VERSION;
   return cudaSuccess;
 }
 API cudaError_t cudaRuntimeGetVersion(int* v) {
-  *v = 13000;
+  *v = CUDART_VERSION;
   return cudaSuccess;
 }
 API const char* cudaGetErrorString(cudaError_t e) {
@@ -317,8 +316,28 @@ API cudaError_t cudaFree(void* p) {
   }
   return cudaSuccess;
 }
-API cudaError_t cudaMallocAsync(void** p, size_t n, cudaStream_t) { return cudaMalloc(p, n); }
-API cudaError_t cudaFreeAsync(void* p, cudaStream_t) { return cudaFree(p); }
+// What hands out memory in the order of a stream, or maps it in pieces, is not modelled.
+static void refuse(const char* what) {
+  std::string text = std::string("not modelled: ") + what + "; use torch's caching allocator as it is";
+  fprintf(stderr, "pretended device: %s\n", text.c_str());
+  finding(text);
+}
+API cudaError_t cudaMallocAsync(void**, size_t, cudaStream_t) {
+  refuse("cudaMallocAsync");
+  return err(cudaErrorNotSupported, "cudaMallocAsync");
+}
+API cudaError_t cudaFreeAsync(void*, cudaStream_t) { return err(cudaErrorNotSupported, "cudaFreeAsync"); }
+API CUresult cuMemAddressReserve(CUdeviceptr*, size_t, size_t, CUdeviceptr, unsigned long long) {
+  refuse("expandable segments (cuMemAddressReserve)");
+  return CUDA_ERROR_NOT_SUPPORTED;
+}
+API CUresult cuMemCreate(CUmemGenericAllocationHandle*, size_t, const CUmemAllocationProp*, unsigned long long) {
+  refuse("memory that is mapped in pieces (cuMemCreate)");
+  return CUDA_ERROR_NOT_SUPPORTED;
+}
+API CUresult cuMulticastCreate(CUmemGenericAllocationHandle*, const CUmulticastObjectProp*) {
+  return CUDA_ERROR_NOT_SUPPORTED;
+}
 API cudaError_t cudaHostAlloc(void** p, size_t n, unsigned) {
   if (hit("cudaHostAlloc")) return err(cudaErrorMemoryAllocation, "hostAlloc");
   if (unsafe_now()) return err(cudaErrorStreamCaptureUnsupported, "hostAlloc");
@@ -328,6 +347,7 @@ API cudaError_t cudaHostAlloc(void** p, size_t n, unsigned) {
   forget(*p, n);
   return cudaSuccess;
 }
+API cudaError_t cudaMallocHost(void** p, size_t n) { return cudaHostAlloc(p, n, 0); }
 API cudaError_t cudaFreeHost(void* p) {
   std::lock_guard<std::recursive_mutex> g(mu);
   blocks.erase((char*)p);
@@ -442,6 +462,7 @@ API cudaError_t cudaStreamCreateWithPriority(cudaStream_t* s, unsigned, int p) {
   return cudaSuccess;
 }
 API cudaError_t cudaStreamCreate(cudaStream_t* s) { return cudaStreamCreateWithPriority(s, 0, 0); }
+API cudaError_t cudaStreamCreateWithFlags(cudaStream_t* s, unsigned f) { return cudaStreamCreateWithPriority(s, f, 0); }
 API cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
 API cudaError_t cudaStreamGetPriority(cudaStream_t s, int* p) {
   *p = S(s)->prio;
@@ -618,6 +639,16 @@ API cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* e, cudaGraph_t g,
   *e = (cudaGraphExec_t)g;
   return cudaSuccess;
 }
+API cudaError_t cudaGraphInstantiate(cudaGraphExec_t* e, cudaGraph_t g, unsigned long long f) {
+  return cudaGraphInstantiateWithFlags(e, g, f);
+}
+// What a graph keeps alive is never given back here.
+API cudaError_t cudaUserObjectCreate(cudaUserObject_t* o, void*, cudaHostFn_t, unsigned, unsigned) {
+  *o = (cudaUserObject_t)1;
+  return cudaSuccess;
+}
+API cudaError_t cudaUserObjectRelease(cudaUserObject_t, unsigned) { return cudaSuccess; }
+API cudaError_t cudaGraphRetainUserObject(cudaGraph_t, cudaUserObject_t, unsigned, unsigned) { return cudaSuccess; }
 API cudaError_t cudaGraphLaunch(cudaGraphExec_t graph, cudaStream_t s) {
   if (hit("cudaGraphLaunch")) return err(cudaErrorIllegalAddress, "cudaGraphLaunch");
   logf_("stream %d: graph launch", S(s)->id);
@@ -728,6 +759,10 @@ API cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* a, const void*) {
   return cudaSuccess;
 }
 API cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
+API cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* n, const void*, int, size_t) {
+  *n = 4;
+  return cudaSuccess;
+}
 API cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* n, const void*, int, size_t, unsigned) {
   *n = 4;
   return cudaSuccess;
@@ -779,7 +814,7 @@ static bool run_torch_kernel(const std::string& n, void** a, dim3, dim3) {
 // ---- driver ----
 API CUresult cuInit(unsigned) { return CUDA_SUCCESS; }
 API CUresult cuDriverGetVersion(int* v) {
-  *v = 13000;
+  *v = CUDART_VERSION;
   return CUDA_SUCCESS;
 }
 API CUresult cuGetErrorString(CUresult r, const char** s) {

@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-import torch.distributed as dist
-
 __all__ = ["LIBRARY", "counted", "fail", "host_waits", "is_present", "logged", "peers_holding", "waiting"]
 
 LIBRARY = "PRETENDED_GPU"  # the environment variable with the path of the built device.cpp
@@ -78,6 +76,7 @@ def waiting(what: str) -> Iterator[None]:
 
 def host_waits() -> None:
     """Tell the device whenever this host waits in a store."""
+    import torch.distributed as dist  # the build of the device needs no torch
 
     def telling(name: str) -> Any:
         wait = getattr(dist.Store, name)

@@ -21,6 +21,8 @@ def reports_of(
 ) -> dict[str, list[dict[str, Any]]]:
     """Run programs in one job, and return the reports of its ranks by name.
 
+    After a program with an error the ranks may no longer fit together: those that are left run in another job.
+
     Args:
         face: whose programs they are.
         names: of the programs.
@@ -31,6 +33,29 @@ def reports_of(
     Raises:
         AssertionError: a rank ended before it had run them all. The text has the end of its output.
     """
+    found: dict[str, list[dict[str, Any]]] = {}
+    left = list(names)
+    while left:
+        place = folder / str(len(left))
+        place.mkdir()
+        run(face, left, place, ranks)
+        reports = [[json.loads(line) for line in _lines(place / f"{rank}.json")] for rank in range(ranks)]
+        if breaks:
+            texts = [_lines(place / f"{rank}.found") for rank in range(ranks)]
+            early = [{"findings": each, "error": "", "apart": 0.0} for each in texts]
+            return {names[0]: [*early, *(report for each in reports for report in each)]}
+        for each in zip(*reports, strict=False):
+            found[each[0]["name"]] = list(each)
+            if any(report["error"] for report in each):
+                break
+        said = [(place / f"{rank}.log").read_text()[-3000:] for rank in range(ranks)]
+        assert left[0] in found, f"{left[0]!r} ended a rank:\n" + "\n".join(said)
+        left = [name for name in left if name not in found]
+    return found
+
+
+def run(face: str, names: list[str], folder: Path, ranks: int) -> None:
+    """Run programs in one job. Each rank leaves there its report, its output, and a line for each finding."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -50,17 +75,6 @@ def reports_of(
     finally:
         for process in processes:
             process.kill()
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
-    for rank in range(ranks):
-        reports = [json.loads(line) for line in _lines(folder / f"{rank}.json")]
-        for report in reports:
-            found[report["name"]].append(report)
-        if breaks:
-            found[names[0]].append({"findings": _lines(folder / f"{rank}.found"), "error": "", "apart": 0.0})
-            continue
-        said = (folder / f"{rank}.log").read_text()[-3000:]
-        assert len(reports) == len(names), f"rank {rank} has run {len(reports)} of {len(names)} programs:\n{said}"
-    return found
 
 
 def _lines(place: Path) -> list[str]:

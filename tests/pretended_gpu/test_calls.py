@@ -90,7 +90,9 @@ EXPECTED = {
     "sharded, masters": SHARDED,
 }
 # In some steps of these, gradients have other addresses, which are written to the device then.
-MOVING = {"two streams", "two streams, private", "metrics", "private, large gradients"}
+MOVING = {
+    "two streams", "two streams, private", "metrics", "private, large gradients", "sharded, fixed micro-batches",
+}  # fmt: skip
 
 SEVERAL = Way(wrapped(comm_buffer_size=0.1, last_comm_buffer_size=0.02), partial(chain, 40))  # seven buckets
 

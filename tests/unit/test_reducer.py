@@ -522,6 +522,23 @@ def test_the_report_is_waited_for_where_ranks_agree_next_or_a_gradient_is_missin
     assert bench.report.reads[-1] == (True, strict)
 
 
+@pytest.mark.parametrize("where", ["report", "drain"])
+def test_once_a_collective_may_follow_each_report_is_waited_for_with_all_ranks(where):
+    bench = Bench().settled()
+    bench.report.is_on_cpu = False
+    bench.backward()
+    assert bench.report.reads[-1] == (False, False)
+    bench.reducer._wiring.order.hears_at_once = True  # a sharded optimizer was made
+    if where == "report":
+        bench.backward()
+        assert len(bench.guarded) == 1, "the gradients of the one before"
+    else:
+        bench.reducer.open(announced=True)
+        bench.reducer.abandon()
+        bench.reducer.drain()
+    assert bench.report.reads[-1] == (True, True)
+
+
 # --- Captured in a CUDA graph: the report cannot be read ---
 
 
