@@ -90,9 +90,8 @@ EXPECTED = {
     "sharded, masters": SHARDED,
 }
 # In some steps of these, gradients have other addresses, which are written to the device then.
-MOVING = {
-    "two streams", "two streams, private", "metrics", "private, large gradients", "sharded, fixed micro-batches",
-}  # fmt: skip
+MOVING = {"two streams", "two streams, private", "metrics", "private, large gradients"}
+MOVING |= {name for name in WAYS if "fixed micro-batches" in name}
 
 SEVERAL = Way(wrapped(comm_buffer_size=0.1, last_comm_buffer_size=0.02), partial(chain, 40))  # seven buckets
 
