@@ -22,7 +22,7 @@ from dpfuse.checkpoint import save_load
 from dpfuse.comm import collective, flat_broadcast
 from dpfuse.comm.waiting import NO_LIMIT
 from dpfuse.comm.work import StagedWork
-from dpfuse.engine import bucket, streams
+from dpfuse.engine import bucket
 from dpfuse.engine.bucket import GradBucket
 from dpfuse.engine.delivery import Private
 from dpfuse.engine.exchanges.all_reduce import AllReduce
@@ -38,7 +38,7 @@ from dpfuse.gradients.weight import GradientWeight
 from dpfuse.sharded import elementwise_shard, flat_params, in_backward, sharding
 from dpfuse.sharded import norm as sharded_norm
 from dpfuse.sharded.in_backward import InBackward
-from dpfuse.sharded.sharding import Sharding
+from dpfuse.sharded.sharding import ShardingInBackward
 from dpfuse.weights.hashing import Hashing
 from dpfuse_kernels import PointerTable, Slot
 from dpfuse_kernels.address_ring import AddressRing, CudaStreams
@@ -752,9 +752,6 @@ PLANTS: dict[str, Plant] = {
     "one pinned buffer": Plant(
         "ours", "windows of changing length", _one_pinned_buffer, "race: aten::copy_ on the host"
     ),
-    "side stream outlived": Plant(
-        "drop-in", "dropped models", missing(streams, "_outlive"), "race: .*_unflatten_kernel"
-    ),
     # Tables of addresses.
     "upload overwritten": Plant(
         "ours", "changing addresses", missing(CudaStreams, "synchronize"), "race: aten::copy_ on the host"
@@ -770,7 +767,10 @@ PLANTS: dict[str, Plant] = {
         "ours", "windows of changing length", on_another_stream(Report, "_tell"), "race: .*a copy HtoD"
     ),
     "sharded gradients spoilt elsewhere": Plant(
-        "ours", "sharded", on_another_stream(Sharding, "spoil"), "race: aten::(add_|.*) .*sharding.py"
+        "ours",
+        "sharded, stepped in backward",
+        on_another_stream(ShardingInBackward, "spoil"),
+        "race: aten::.*aten::add_",
     ),
     "step in one pass elsewhere": Plant(
         "ours", "stepped in one pass", on_another_stream(elementwise_shard, "step_in_one_pass"), "race: .*_adamw_kernel"
