@@ -114,6 +114,7 @@ def a_thread_that_holds_backwards(holds=0.05):
         thread.join()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("held", [False, True])
 @pytest.mark.parametrize("face", FACES)
 def test_a_weight_is_that_of_the_next_backward(rank, size, face, held):

@@ -63,6 +63,7 @@ def test_another_model_of_the_group_goes_on(rank, size, collecting):
         gc.enable()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("collecting", COLLECTING, ids=str)
 def test_a_smaller_model_is_wrapped_anew(rank, size, collecting):
     gc.disable()
