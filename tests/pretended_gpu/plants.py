@@ -775,7 +775,9 @@ PLANTS: dict[str, Plant] = {
     "step in one pass elsewhere": Plant(
         "ours", "stepped in one pass", on_another_stream(elementwise_shard, "step_in_one_pass"), "race: .*_adamw_kernel"
     ),
-    "norm over the ranks": Plant("ours", "sharded, clipped", missing(sharded_norm, "finish"), "race: .*nccl allReduce"),
+    "norm over the ranks": Plant(
+        "ours", "sharded, clipped", missing(sharded_norm, "finish"), "race: .*nccl allReduce", breaks=True
+    ),
     "one state of hashes": Plant("ours", "two models on two streams", _one_state_for_all, "race: .*_bit_hash_kernel"),
     "one piece of memory": Plant(
         "ours", "sharded, stepped in backward", replacing(sharding, "DEPTH", 1), "race: .*_flatten_kernel"
