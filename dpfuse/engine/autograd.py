@@ -335,9 +335,9 @@ class BackwardWatch:
     def _wait_for_death(self) -> None:
         """Wait until the engine has freed the backward that has raised.
 
-        A thread of the engine, which there is for each GPU, may still hold it, and frees it once it gets Python's lock.
-        Until then a call between backwards would find one that runs. The limit is for what keeps it on purpose, as a
-        backward of another thread does.
+        The engine has a thread for each GPU, which may still hold the backward, and frees it once it gets Python's
+        lock. Until then every call would find a backward that runs. If another thread of the program runs a backward
+        of its own, the wait ends at the limit.
         """
         limit = monotonic() + FREED_WITHIN
         while (self._task is not None or self._waiting is not None) and monotonic() < limit:

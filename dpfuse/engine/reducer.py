@@ -60,7 +60,6 @@ class Wiring:
         layout: of the report.
         track: tells the heartbeat what this rank is doing.
         events: of the model, to be told of backwards.
-        strict: whether to wait for the reports of the peers on a GPU, too.
         warn_unused: whether to warn, once, of parameters without a gradient.
         asks_graph: whether to ask the graph of each backward which parameters it reaches.
         order: the turns of this model among those of its group.
@@ -83,7 +82,6 @@ class Wiring:
     layout: ReportLayout
     track: Track
     events: Events
-    strict: bool
     warn_unused: bool
     asks_graph: bool
     order: SendOrder
@@ -902,7 +900,7 @@ class Reducer:
             names = [self._in_use.names[index] for index in sorted(outcome.missing)]
             outcome.error = DPFuseError(messages.unread(names))
         # After the first backward the ranks agree on the buckets, and a rank that has failed would not take part.
-        all_read = self._wiring.strict or self._wiring.order.hears_at_once or not self.rebuilt
+        all_read = self._wiring.order.hears_at_once or not self.rebuilt
         wait = all_read or not well or bool(outcome.missing)
         return self._read(report, wait=wait, gather=all_read or report.is_on_cpu)
 
@@ -973,8 +971,7 @@ class Reducer:
     def _all_read_now(self) -> bool:
         """Whether every rank reads the report at the end of this backward, as on CPUs and in strict mode."""
         on_cpu = self._in_use.report.is_on_cpu
-        waits = self._wiring.strict or self._wiring.order.hears_at_once
-        return on_cpu or waits or (not self.rebuilt and self._change is None)
+        return on_cpu or self._wiring.order.hears_at_once or (not self.rebuilt and self._change is None)
 
     def _explain(self, reading: Reading, error: Exception | None) -> str:
         wiring, outcome = self._wiring, self._run.outcome

@@ -30,21 +30,22 @@ class SendOrder:
     Args:
         group: the ranks.
         number: of the wrapper in its group.
+        hears_at_once: as the attribute, at first.
 
     Attributes:
         turns: of all models of the group.
         key: what `turns.turn` is while this model has the turn.
         complete: completes what the peers wait for in a backward of this model that has failed on this rank. It keeps
             the model alive once that is noted.
-        hears_at_once: whether a backward of this model waits for the report on a GPU, too, since another collective of
-            the group may follow it; the same on all ranks.
+        hears_at_once: whether a backward of this model waits for the report on a GPU, too, the same on all ranks: the
+            user wants it, or another collective of the group may follow.
     """
 
     __slots__ = ("__weakref__", "_number", "_reference", "_send_due", "complete", "hears_at_once", "key", "turns")
 
-    def __init__(self, group: dist.ProcessGroup, number: int) -> None:
+    def __init__(self, group: dist.ProcessGroup, number: int, *, hears_at_once: bool = False) -> None:
         self.complete: weakref.WeakMethod[Callable[[], None]] | None = None
-        self.hears_at_once = False
+        self.hears_at_once = hears_at_once
         self._send_due: Callable[[bool], None] | None = None  # while a backward is open
         self._number = number
         _forget_destroyed()
@@ -131,8 +132,8 @@ class SendOrder:
     def fail_alone(self) -> None:
         """Note that a backward of this model has failed which was to reach no other one: the peers wait in this one.
 
-        Until it is completed, the model lives, also where the program has dropped it. Else it would depend on when
-        Python collects garbage, which differs between ranks, whether a rank takes part in what is left.
+        Until it is completed, the model lives, also where the program has dropped it. Python collects garbage at other
+        moments on each rank, and all ranks must take part in what is left.
         """
         complete = None if self.complete is None else self.complete()
         if complete is not None:
@@ -143,7 +144,7 @@ class SendOrder:
         self.turns.failed.pop(self.key, None)
 
     def complete_failed(self) -> None:
-        """As the function of that name."""
+        """Complete what the peers wait for, as `complete_failed(group)` does, and raise what prevents it."""
         self.turns.complete_failed()
 
     def field(self) -> Field:
@@ -198,7 +199,7 @@ class Turns:
             self.opened.remove(reference)
 
     def complete_failed(self) -> None:
-        """As the function of that name."""
+        """As `SendOrder.complete_failed`."""
         while self.failed:
             self.failed.pop(next(iter(self.failed)))()
 

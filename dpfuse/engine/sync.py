@@ -91,7 +91,7 @@ class GradSync:
         self._rank_count = group.size()
         self._agreed: BucketSet | None = None  # that all ranks have agreed on, until it is in use
         self._left: BaseException | None = None  # why this rank has left the group
-        self.order = order = SendOrder(group, settings.number)
+        self.order = order = SendOrder(group, settings.number, hears_at_once=settings.strict)
         self.layout = layout = ReportLayout()
         self.lost = LostSteps(self._concerns)
         layout.compare(_wrapper_field(settings.number), self.lost.field())
@@ -116,7 +116,6 @@ class GradSync:
             layout=layout,
             track=self.track,
             events=self.events,
-            strict=settings.strict,
             warn_unused=settings.warn_unused,
             asks_graph=settings.asks_graph,
             order=order,

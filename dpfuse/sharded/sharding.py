@@ -42,8 +42,6 @@ class Sharding(Dividing):
         used: the buckets' gradients of the last backward that synchronised; buckets may change when it ends.
     """
 
-    calls_between = True  # whether a collective may follow a backward, before the next one
-
     def __init__(self, sync: ModuleSync, field: Field) -> None:
         self.used: list[ShardedDelivery] = []
         self._before = self.used  # what `used` was before the backward that is running
@@ -100,11 +98,11 @@ class Sharding(Dividing):
 
     def delivered(self) -> None:
         self._before = self.used
-        self._hear_at_once()  # models may have been wrapped meanwhile; and where no rank has failed, all come here
+        self._hear_at_once()  # models may have been wrapped meanwhile. All ranks come here, if none has failed
 
     def _hear_at_once(self) -> None:
-        if self.calls_between:
-            self._grads.hear_at_once()
+        """Let backwards wait for their reports on a GPU, too: a step calls a collective before the next backward."""
+        self._grads.hear_at_once()
 
     def spoil(self, wrong: Callable[[], Tensor], deliveries: Sequence[Delivery]) -> None:
         poison = torch.where(wrong(), math.nan, 0.0)
@@ -142,7 +140,6 @@ class ShardingInBackward(Sharding):
     def __init__(self, sync: ModuleSync, field: Field, in_backward: InBackward) -> None:
         super().__init__(sync, field)
         self._in_backward = in_backward
-        self.calls_between = in_backward.adds_up
         self._known = frozenset(map(id, sync.grads.params))
         self._ring = Ring(sync.grads.plan, self._group.size(), DEPTH)
 
@@ -180,6 +177,10 @@ class ShardingInBackward(Sharding):
 
     def backward_failed(self) -> None:
         self._in_backward.failed()
+
+    def _hear_at_once(self) -> None:
+        if self._in_backward.adds_up:
+            super()._hear_at_once()
 
     def spoil(self, wrong: Callable[[], Tensor], deliveries: Sequence[Delivery]) -> None:
         self._in_backward.updates.spoil(wrong())

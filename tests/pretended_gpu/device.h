@@ -27,7 +27,6 @@ struct Event {
   int stream = -1;
   Clock clock;        // what came before it, where races are watched
   double noted = 0;   // when it was recorded, in seconds
-  int queries = 0;    // in a row, without another call of that thread
 };
 
 extern std::recursive_mutex mu;

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-__all__ = ["LIBRARY", "counted", "fail", "host_waits", "is_present", "logged", "peers_holding", "waiting"]
+__all__ = ["LIBRARY", "counted", "fail", "host_waits", "is_present", "logged", "waiting"]
 
 LIBRARY = "PRETENDED_GPU"  # the environment variable with the path of the built device.cpp
 
@@ -24,7 +24,6 @@ def _device() -> Any:
     device = ctypes.CDLL(os.environ[LIBRARY])
     device.pretended_counts.restype = device.pretended_log_text.restype = ctypes.c_char_p
     device.pretended_fail.argtypes = [ctypes.c_char_p, ctypes.c_long]
-    device.pretended_peers.argtypes, device.pretended_peers.restype = [ctypes.c_double], None
     return device
 
 
@@ -47,14 +46,6 @@ def logged() -> Iterator[list[str]]:
     yield lines
     _device().pretended_log(0)
     lines += _device().pretended_log_text().decode().splitlines()
-
-
-@contextmanager
-def peers_holding(factor: float) -> Iterator[None]:
-    """Let each other rank hold `factor` times what this one holds, in each sum inside the context."""
-    _device().pretended_peers(factor)
-    yield
-    _device().pretended_peers(1.0)
 
 
 def fail(call: str, after: int = 1) -> None:

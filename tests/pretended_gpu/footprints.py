@@ -215,7 +215,7 @@ def _quantize(constants: Constants, arguments: Arguments, programs: int) -> tupl
     writes = chunks.in_blocks(arguments["flat_address"])
     if constants["FACTOR"]:
         reads.append((arguments["factor_address"], 4))
-    if constants["RESIDUAL"]:  # whole blocks; what lies behind the tensor is written as it was read
+    if constants["RESIDUAL"]:  # whole blocks; the bytes after the tensor are written as they were read
         errors = (arguments["residual_address"] + chunks.offset * 4, -(-chunks.length // BLOCK) * BLOCK * 4)
         reads.append(errors)
         writes.append(errors)

@@ -343,8 +343,6 @@ static bool done(const Op& op, ncclResult_t* result) {
 // ---- the calls; what follows `done` is for a process that is alone ----
 #define SMALL (1 << 20)
 #define TINY (1 << 12)  // bytes: where only calls are timed, no time goes into the sums of whole buckets
-static double peers_hold = 1;  // what each other rank holds, over what this one holds
-API void pretended_peers(double factor) { peers_hold = factor; }
 static void multiply_bfloat16(unsigned short* p, double m) {
   unsigned bits = (unsigned)*p << 16;
   float value;
@@ -357,6 +355,31 @@ static double premul_of(int op) {
   std::lock_guard<std::recursive_mutex> g(mu);
   return premul[op];
 }
+static void multiply(void* values, size_t n, ncclDataType_t t, double m) {
+  if (m == 1) return;
+  for (size_t i = 0; i < n; i++) switch (t) {
+      case ncclFloat32:
+        ((float*)values)[i] *= m;
+        break;
+      case ncclFloat64:
+        ((double*)values)[i] *= m;
+        break;
+      case ncclInt32:
+        ((int*)values)[i] *= m;
+        break;
+      case ncclInt64:
+        ((long*)values)[i] *= m;
+        break;
+      case ncclUint8:
+        ((unsigned char*)values)[i] *= m;
+        break;
+      case ncclBfloat16:
+        multiply_bfloat16((unsigned short*)values + i, m);
+        break;
+      default:
+        break;
+    }
+}
 API ncclResult_t ncclAllReduce(const void* a, void* b, size_t n, ncclDataType_t t, ncclRedOp_t op, ncclComm_t c,
                                cudaStream_t s) {
   Op it = made(Kind::all_reduce, a, b, n, t, op, 0, c, s);
@@ -366,31 +389,7 @@ API ncclResult_t ncclAllReduce(const void* a, void* b, size_t n, ncclDataType_t 
   int k = ((Comm*)c)->n;
   if (nodata() && n * width(t) > TINY) return ncclSuccess;
   if (a != b) memcpy(b, a, n * width(t));
-  double sum = 1 + (k - 1) * peers_hold;
-  double m = op == ncclSum ? sum : op >= PREMUL ? premul_of(op) * sum : 1;
-  if (m != 1)
-    for (size_t i = 0; i < n; i++) switch (t) {
-        case ncclFloat32:
-          ((float*)b)[i] *= m;
-          break;
-        case ncclFloat64:
-          ((double*)b)[i] *= m;
-          break;
-        case ncclInt32:
-          ((int*)b)[i] *= m;
-          break;
-        case ncclInt64:
-          ((long*)b)[i] *= m;
-          break;
-        case ncclUint8:
-          ((unsigned char*)b)[i] *= m;
-          break;
-        case ncclBfloat16:
-          multiply_bfloat16((unsigned short*)b + i, m);
-          break;
-        default:
-          break;
-      }
+  multiply(b, n, t, op == ncclSum ? k : op >= PREMUL ? premul_of(op) * k : 1);
   return ncclSuccess;
 }
 API ncclResult_t ncclAllGather(const void* a, void* b, size_t n, ncclDataType_t t, ncclComm_t c, cudaStream_t s) {
@@ -413,17 +412,7 @@ API ncclResult_t ncclReduceScatter(const void* a, void* b, size_t n, ncclDataTyp
   int k = ((Comm*)c)->n, r = ((Comm*)c)->r;
   if (n * width(t) > SMALL) return ncclSuccess;
   memmove(b, (const char*)a + r * n * width(t), n * width(t));
-  double m = op == ncclSum ? k : op >= PREMUL ? premul_of(op) * k : 1;
-  for (size_t i = 0; i < n; i++) switch (t) {
-      case ncclFloat32:
-        ((float*)b)[i] *= m;
-        break;
-      case ncclFloat64:
-        ((double*)b)[i] *= m;
-        break;
-      default:
-        break;
-    }
+  multiply(b, n, t, op == ncclSum ? k : op >= PREMUL ? premul_of(op) * k : 1);
   return ncclSuccess;
 }
 API ncclResult_t ncclAlltoAll(const void* a, void* b, size_t n, ncclDataType_t t, ncclComm_t c, cudaStream_t s) {

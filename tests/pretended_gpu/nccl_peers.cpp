@@ -92,7 +92,7 @@ static void sweep() {
 struct Entry {         // a thread that waits
   Number64 version;    // odd: it waits now; its texts are as they were when the version became odd
   Number64 awaits;     // the slots of the processes that it waits for
-  Number64 polls;      // how often it has looked, so that a process that sleeps is not taken for one that waits
+  Number64 polls;      // how often it has looked: one that has stopped does not look
   Number64 hung;       // the version that a peer has found to hang
   Number64 asked;      // the version that a peer has asked to look, too, before that peer goes on
   Number64 told;       // the version that has done so
@@ -515,7 +515,7 @@ ncclResult_t Peers::look(const Post& post, unsigned missing, Verdict* before) {
     found(text);
     return has_lost(post);
   }
-  // The others shall see the same before this rank goes on, and those that wait behind them, too.
+  // Before this rank goes on, the ranks that wait for it must have found the same.
   for (auto& one : v.all) one.entry->hung = one.version;
   std::vector<Seen> others;
   for (int slot = 0; slot < SLOTS && board->slots[slot].pid; slot++)

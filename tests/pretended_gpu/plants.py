@@ -46,7 +46,7 @@ from dpfuse_kernels.bit_hash import BitHashTable
 from dpfuse_kernels.launcher import Dispatcher
 from tests.pretended_gpu.programs import STEPS, Job, Net, Program
 from tests.pretended_gpu.watch import snapshot
-from tests.pretended_gpu.ways import WIDTH, Wrap, chain, plain, zeroing
+from tests.pretended_gpu.ways import WIDTH, Way, Wrap, chain, plain, zeroing
 
 __all__ = ["PLANTS", "PLANT_PROGRAMS", "Plant"]
 
@@ -62,7 +62,7 @@ class Plant:
         program: in which it is planted: one of that face, or of `PLANT_PROGRAMS`.
         plant: plants it, with what sets attributes and the rank.
         found: a regular expression that a finding must match; "values" where only numbers are wrong; or "error: " and
-            one that the error must match.
+            an expression for the error.
         breaks: whether the process cannot go on afterwards.
     """
 
@@ -118,10 +118,10 @@ def on_streams(*, changes: bool = False, windows: int = 1, width: int = WIDTH, *
     """
 
     def program(job: Job) -> Iterator[list[Tensor]]:
-        torch.manual_seed(0)
-        network = OnStreams(width=width)
         size = PAIR * width / WIDTH
-        module, model = job.model(network, **{"comm_buffer_size": size, "last_comm_buffer_size": size, **options})
+        wrap = Wrap({"comm_buffer_size": size, "last_comm_buffer_size": size, **options})
+        module, model = job.built(Way(wrap, lambda: OnStreams(width=width)))
+        network: Any = module.network
         optimizer = torch.optim.AdamW(module.parameters(), fused=True)
         settled = list(network.used)
         for step in range(STEPS):
@@ -463,7 +463,7 @@ def _go_on_without_waiting(work: StagedWork, stream: Any) -> None:
             work._start_next()
 
 
-def _go_on_behind_the_wrong_stream(work: StagedWork, stream: Any) -> None:
+def _go_on_after_the_wrong_stream(work: StagedWork, stream: Any) -> None:
     while work._to_start:
         work._work.wait(NO_LIMIT)  # type: ignore[union-attr]
         with torch.cuda.stream(stream):
@@ -691,10 +691,10 @@ PLANTS: dict[str, Plant] = {
         replacing(StagedWork, "go_on_on", _go_on_without_waiting),
         "race: .*_sum_quantized_kernel",
     ),
-    "second stage behind another stream": Plant(
+    "second stage after another stream": Plant(
         "drop-in",
         "deterministic",
-        replacing(StagedWork, "go_on_on", _go_on_behind_the_wrong_stream),
+        replacing(StagedWork, "go_on_on", _go_on_after_the_wrong_stream),
         "race: .*_sum_parts_kernel",
     ),
     "tree finished early": Plant(

@@ -20,9 +20,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import dpfuse
 from tests.pretended_gpu.watch import silence, snapshot
-from tests.pretended_gpu.ways import SETTLED, WIDTH, Way, Wrap, chain, plain, zeroing
+from tests.pretended_gpu.ways import SETTLED, WAYS, WIDTH, Way, Wrap, chain, plain, zeroing
 
-__all__ = ["FOUR", "PEERS", "PROGRAMS", "TORCH", "Job", "Program", "failing_in", "replayed", "trained"]
+__all__ = ["EARLY", "FOUR", "LATE", "PEERS", "PROGRAMS", "TORCH", "Job", "Program", "failing", "replayed", "trained"]
 
 STEPS = SETTLED + 6
 LARGE = 8448  # a weight of 64 rows has more than 1 MB, also in 16 bits
@@ -60,11 +60,15 @@ class Job:
     rank: int
     ranks: int
 
-    def model(self, network: nn.Module | None = None, **options: Any) -> tuple[nn.Module, Any]:
-        """Return a module, the same on each rank and device, and its wrapper."""
+    def built(self, way: Way) -> tuple[Net, Any]:
+        """Return the module of a way of use, the same on each rank and device, and its wrapper."""
         torch.manual_seed(0)
-        module = Net(network or chain()).to(self.device)
-        return module, self.wrap(Wrap(options, self.face), module)
+        module = Net(way.network()).to(self.device, way.dtype)
+        return module, self.wrap(replace(way.wrap, face=self.face), module)
+
+    def model(self, **options: Any) -> tuple[Net, Any]:
+        """Return a module and its wrapper, with these options."""
+        return self.built(Way(Wrap(options)))
 
     def wrap(self, wrap: Wrap, module: nn.Module, group: Any = None) -> Any:
         """Wrap a module in small buckets."""
@@ -95,9 +99,7 @@ def trained(way: Way) -> Program:
     """Return a program that does the steps of a way of use."""
 
     def program(job: Job) -> Iterator[list[Tensor]]:
-        torch.manual_seed(0)
-        module = Net(way.network()).to(job.device, way.dtype)
-        model = job.wrap(replace(way.wrap, face=job.face), module)
+        module, model = job.built(way)
         optimizer, do = way.optimizer(model), way.step or plain
         for step in range(STEPS):
             do(model, optimizer, job.inputs(step, way.dtype))
@@ -110,9 +112,7 @@ def replayed(way: Way) -> Program:
     """Return a program that settles, captures a step in a CUDA graph, and replays it. On the CPU it goes on."""
 
     def program(job: Job) -> Iterator[list[Tensor]]:
-        torch.manual_seed(0)
-        module = Net(way.network()).to(job.device, way.dtype)
-        model = job.wrap(replace(way.wrap, face=job.face), module)
+        module, model = job.built(way)
         optimizer = way.optimizer(model, capturable=job.device == "cuda")
         if job.device == "cpu":
             for step in range(STEPS):
@@ -179,51 +179,23 @@ def two_models_in_turn(job: Job) -> Iterator[list[Tensor]]:
         yield job.held(second, optimizers[1])
 
 
-def failing(check: str, fails: dict[int, set[int]], where: str, **options: Any) -> Program:
-    """Return a program in which some backwards fail, and which goes on with the next batch.
+def failing(way: Way, fails: dict[int, set[int]], at: Callable[[Net], nn.Module], check: str = "deferred") -> Program:
+    """Return a program that does the steps of a way of use, of which some fail, and goes on with the next batch.
 
     Args:
+        way: of use.
+        fails: by step the ranks whose backward fails.
+        at: returns the module in whose backward it fails.
         check: of the wrapper. With "strict" all ranks hear of it in the same backward. With "deferred" a GPU hears of
             it in the next one, and its weights are worth nothing in between: no values are compared then.
-        fails: by step the ranks whose backward fails.
-        where: "output" for a failure before the first bucket, "middle" for one after some buckets have gone.
-        options: more of the wrapper.
     """
 
     def program(job: Job) -> Iterator[list[Tensor]]:
-        module, model = job.model(check=check, **options)
-        optimizer = _adamw(module)
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            place = module if where == "output" else module.network[0]
-            fail = job.rank in fails.get(step, ())
-            handle = place.register_full_backward_hook(_fail) if fail else None
-            out = model(job.inputs(step))
-            try:
-                out.sum().backward()
-                optimizer.step()
-            except (RuntimeError, ValueError):
-                pass  # this rank's own, or the word that another rank has failed
-            finally:
-                if handle is not None:
-                    handle.remove()
-            yield job.held(module, optimizer) if check == "strict" and step not in fails else []
-
-    return program
-
-
-def failing_in(way: Way) -> Program:
-    """Return a program that does the steps of a way of use, of which some fail on one rank or on all."""
-
-    def program(job: Job) -> Iterator[list[Tensor]]:
-        torch.manual_seed(0)
-        module = Net(way.network()).to(job.device, way.dtype)
-        model = job.wrap(replace(way.wrap, face=job.face), module)
+        module, model = job.built(replace(way, wrap=replace(way.wrap, options={**way.wrap.options, "check": check})))
         optimizer, do = way.optimizer(model), way.step or plain
         for step in range(STEPS):
-            place = module.large if step in LATE else module  # after a bucket has gone, or before
-            fail = job.rank in (EARLY | LATE).get(step, ())
-            handle = place.register_full_backward_hook(_fail) if fail else None
+            fail = job.rank in fails.get(step, ())
+            handle = at(module).register_full_backward_hook(_fail) if fail else None
             try:
                 do(model, optimizer, job.inputs(step, way.dtype))
             except (RuntimeError, ValueError):
@@ -231,7 +203,7 @@ def failing_in(way: Way) -> Program:
             finally:
                 if handle is not None:
                     handle.remove()
-            yield []
+            yield job.held(module, optimizer) if check == "strict" and step not in fails else []
 
     return program
 
@@ -348,6 +320,29 @@ def with_torch(**options: Any) -> Program:
     return program
 
 
+class Complex(nn.Module):
+    """Complex weights, read by their parts: other functions of complex numbers are compiled on the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(WIDTH, dtype=torch.complex64) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = [torch.view_as_real(weight) for weight in self.weights]
+        return sum(x * part[:, 0] + 2 * x * part[:, 1] for part in parts)  # type: ignore[return-value]
+
+
+def complex_weights(job: Job) -> Iterator[list[Tensor]]:
+    """The weights and gradients are complex numbers."""
+    torch.manual_seed(0)
+    module = Complex().to(job.device)
+    model = job.wrap(Wrap({}, job.face), module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
+    for step in range(STEPS):
+        plain(model, optimizer, job.inputs(step))
+        yield [torch.view_as_real(each) for each in job.held(module, optimizer)]
+
+
 def tensor_parallel(job: Job) -> Iterator[list[Tensor]]:
     """Two layers are divided over two ranks. Their gradients are averaged over the two replicas."""
     name = job.device
@@ -376,22 +371,18 @@ PROGRAMS: dict[str, Program] = {
     program.__name__.replace("_", " "): program
     for program in (
         on_a_stream_of_its_own, two_models_in_turn, stopping, changing, checkpointing, tuning, by_hand,
-        keeping_gradients,
+        keeping_gradients, complex_weights,
     )
 }  # fmt: skip
 LATE = {5: {0, 1}, 9: {1}, 14: {0}, 15: {1}, 22: {0, 1}}
 EARLY = {0: {1}, 1: {0}, 2: {0, 1}, 4: {1}}  # while buckets are planned anew
 for _check in ("strict", "deferred"):
-    for _where in ("output", "middle"):
-        PROGRAMS[f"failing, {_check}, {_where}"] = failing(_check, LATE, _where)
-        PROGRAMS[f"failing early, {_check}, {_where}"] = failing(_check, EARLY, _where)
-for _name, _options in {
-    "private": {"gradient_as_bucket_view": False},
-    "float8": {"wire_dtype": torch.float8_e4m3fn},
-    "deterministic": {"deterministic": True},
-    "in buckets": {"accumulate_in_buckets": True},
-}.items():
-    PROGRAMS[f"failing, {_name}"] = failing("deferred", EARLY | LATE, "middle", **_options)
+    for _where, _at in {
+        "before the first bucket": lambda net: net,
+        "in the middle": lambda net: net.network[0],
+    }.items():
+        for _when, _fails in {"late": LATE, "early": EARLY}.items():
+            PROGRAMS[f"failing {_when}, {_where}, {_check}"] = failing(WAYS["views"], _fails, _at, _check)
 FOUR: dict[str, Program] = {"tensor parallel": tensor_parallel}
 TORCH: dict[str, Program] = {
     "torch's class": with_torch(),

@@ -45,7 +45,6 @@ struct Capture {
 std::mutex mine;  // held for a moment only, and no other lock is taken meanwhile
 std::atomic<bool> on{false};
 std::vector<Clock> lines(1);  // 0 is the host
-std::vector<int> stream_of{-1};
 Memory memory;
 std::map<unsigned long long, Capture> captures;
 std::vector<Entry> entries;
@@ -83,7 +82,6 @@ int line_of(Stream* s) {
   if (s->line < 0) {
     s->line = lines.size();
     lines.emplace_back();
-    stream_of.push_back(s->id);
     tick(s->line);
   }
   return s->line;
@@ -191,12 +189,7 @@ void on_stream(Stream* s, const std::string& what, const std::vector<Range>& ran
   int line = line_of(s);
   join(lines[line], lines[0]);
   tick(line);
-  if (s->capture) {
-    auto& c = captures[s->capture];
-    note(c.memory, line, s->id, what, where, ranges);
-    c.ranges.insert(c.ranges.end(), ranges.begin(), ranges.end());
-  } else
-    note(memory, line, s->id, what, where, ranges);
+  note(s->capture ? captures[s->capture].memory : memory, line, s->id, what, where, ranges);
 }
 bool is_pinned(const void* p);
 void on_host(const std::string& what, const std::vector<Range>& ranges) {
@@ -316,7 +309,6 @@ void capture_runs(unsigned long long capture, Stream* s) {
 
 // ---- controls ----
 API void pretended_watch(int yes) { on = yes; }
-API int pretended_watching() { return watching(); }
 API void pretended_ask(int (*ask)(), void (*run)(long)) {
   ask_site = ask;
   run_python = run;
@@ -359,8 +351,8 @@ API void pretended_host(const char* what, int where, int n, const size_t* from, 
   on_host(what, ranges_of(n, from, bytes, writes));
   site_now = before;
 }
-// While the stream is captured: keep a calculation of Python, under a number. The answer is whether it is captured.
 API int pretended_is_captured(void* stream) { return S(stream)->capture != 0; }
+// Keeps a calculation of Python, under a number, for each replay of what the stream captures.
 API void pretended_keep(void* stream, long number) {
   auto* s = S(stream);
   std::lock_guard<std::mutex> g(mine);

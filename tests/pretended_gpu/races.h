@@ -16,7 +16,7 @@ bool watching();  // whether races are watched now, and this thread is not one o
 void on_stream(Stream* s, const std::string& what, const std::vector<Range>& ranges);
 // The host reads or writes memory now. Only pinned memory counts.
 void on_host(const std::string& what, const std::vector<Range>& ranges);
-void recorded(Event* e, Stream* s);         // an event behind all that the stream has been given
+void recorded(Event* e, Stream* s);         // an event after all that the stream has been given
 void waits_for(Stream* s, Event* e);        // what the stream is given from now on comes after the event
 void host_waits_for(Event* e);              // the host has waited
 void host_waits_for(Stream* s);

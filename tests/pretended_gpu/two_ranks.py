@@ -23,7 +23,19 @@ from torch import Tensor
 
 from tests.pretended_gpu.device import host_waits, waiting
 from tests.pretended_gpu.plants import PLANT_PROGRAMS, PLANTS, Plant
-from tests.pretended_gpu.programs import FOUR, PEERS, PROGRAMS, TORCH, Job, Program, failing_in, replayed, trained
+from tests.pretended_gpu.programs import (
+    EARLY,
+    FOUR,
+    LATE,
+    PEERS,
+    PROGRAMS,
+    TORCH,
+    Job,
+    Program,
+    failing,
+    replayed,
+    trained,
+)
 from tests.pretended_gpu.watch import compared, findings, watched
 from tests.pretended_gpu.ways import WAYS, accumulating, chain, in_micro_batches
 
@@ -46,11 +58,11 @@ def programs_of(face: str) -> dict[str, Program]:
     ways["private, large gradients"] = replace(large, wrap=wrap, network=chain)
     plain = {name: trained(way) for name, way in ways.items()}
     graphs = {f"{name}, captured": replayed(way) for name, way in ways.items() if way.captured}
-    # A backward that fails inside no_sync() is one that its peers do not take part in.
+    # The peers take no part in a backward inside no_sync(), so they would hear nothing of its failure.
     single = {name: way for name, way in ways.items() if way.step not in (accumulating, in_micro_batches)}
     if face == "drop-in":  # the ways of both faces fail in the same engine
         single = {name: way for name, way in single.items() if name in LEFT_OUT["ours"] | FAILS_ON_BOTH}
-    fails = {f"{name}, failing": failing_in(way) for name, way in single.items()}
+    fails = {f"{name}, failing": failing(way, EARLY | LATE, lambda net: net.large) for name, way in single.items()}
     return {**plain, **graphs, **fails, **PROGRAMS, **FOUR}
 
 

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 import dpfuse
@@ -26,8 +25,9 @@ from dpfuse_kernels import PointerTable
 from dpfuse_kernels.backend import chooses_triton
 from dpfuse_kernels.flatten import flatten_reference
 
-__all__ = ["COLLECTIVES", "Values", "calculation_of", "compute_kernels", "over"]
+__all__ = ["COLLECTIVES", "calculation_of", "compute_kernels", "over"]
 
+Run = Callable[[Callable[[], Any]], Any]  # is given a calculation, and runs it
 # The pretended NCCL computes itself. Memory without values, and what only describes memory, need no second run.
 COLLECTIVES = ("c10d::", "_c10d_functional::")
 LEFT_ALONE = (
@@ -38,17 +38,6 @@ LEFT_ALONE = (
     "aten::resize_",
     "aten::record_stream",
 )
-
-
-class Values(TorchDispatchMode):
-    """Computes what operations on the pretended device write. Backwards of other threads are seen, too."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        calculation = calculation_of(func, args, kwargs or {}, result)
-        if calculation is not None:
-            calculation()
-        return result
 
 
 def calculation_of(func: Any, args: Any, kwargs: Any, result: Any) -> Callable[[], None] | None:
@@ -78,13 +67,10 @@ def calculation_of(func: Any, args: Any, kwargs: Any, result: Any) -> Callable[[
     return calculate
 
 
-def compute_kernels(
-    setattr: Callable[..., None], run: Callable[[Callable[[], Any]], Any] = lambda calculate: calculate()
-) -> None:
+def compute_kernels(run: Run) -> None:
     """Let each kernel of dpfuse be launched, and then computed by its reference.
 
     Args:
-        setattr: sets an attribute, as `monkeypatch.setattr` does.
         run: is given each calculation, and runs it.
     """
     for name in dpfuse.__all__:
@@ -109,10 +95,10 @@ def compute_kernels(
             run(lambda: flatten_reference(tensors, table, scale=scale))
         return launched
 
-    setattr(at_once, "flatten_again", launch_again_and_compute)
+    at_once.flatten_again = launch_again_and_compute
 
 
-def _both(launch: Any, reference: Any, run: Callable[[Callable[[], Any]], Any]) -> Any:
+def _both(launch: Any, reference: Any, run: Run) -> Any:
     takes_matched = "matched" in inspect.signature(reference).parameters
 
     def launch_and_compute(*args: Any, **kwargs: Any) -> Any:

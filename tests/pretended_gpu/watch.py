@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from tests.pretended_gpu.device import LIBRARY
 from tests.pretended_gpu.footprints import footprint
 from tests.pretended_gpu.values import COLLECTIVES, calculation_of, compute_kernels, over
 
-__all__ = ["captured", "compared", "findings", "silence", "snapshot", "watched"]
+__all__ = ["compared", "findings", "silence", "snapshot", "watched"]
 
 ROOT = Path(__file__).parents[2]
 OURS = tuple(f"{ROOT / folder}/" for folder in ("dpfuse", "kernels"))
@@ -83,7 +83,7 @@ def silence() -> Iterator[None]:
         _device().pretended_silent(-1)
 
 
-def captured() -> bool:
+def _captured() -> bool:
     """Whether the current stream is being captured."""
     return bool(_device().pretended_is_captured(_stream()))
 
@@ -179,7 +179,7 @@ _kept: dict[int, Callable[[], Any]] = {}  # calculations of captured operations,
 
 def _run(calculate: Callable[[], Any]) -> None:
     """Run a calculation of the instrument, or keep it for each replay of the graph."""
-    if captured():
+    if _captured():
         number = len(_kept)
         mode = torch.is_inference_mode_enabled()
 
@@ -270,7 +270,7 @@ def _is_view(func: Any) -> bool:
 def _fill(result: Any) -> None:
     """Fill new memory with NaN: whatever reads it before it is written reads that."""
     for tensor in tree_leaves(result):
-        if isinstance(tensor, Tensor) and not captured():
+        if isinstance(tensor, Tensor) and not _captured():
             storage = tensor.untyped_storage()
             if storage.nbytes() and storage.device.type != "meta":
                 ctypes.memset(storage.data_ptr(), 0xFF, storage.nbytes())
@@ -281,7 +281,7 @@ def _fill(result: Any) -> None:
 _compiled: dict[int, Any] = {}  # by the handle of the function
 
 
-def _learn_kernels(setattr: Callable[..., None]) -> None:
+def _learn_kernels() -> None:
     from triton.compiler.compiler import CompiledKernel
 
     load = CompiledKernel._init_handles
@@ -291,7 +291,7 @@ def _learn_kernels(setattr: Callable[..., None]) -> None:
         if isinstance(compiled.function, int):
             _compiled[compiled.function] = compiled
 
-    setattr(CompiledKernel, "_init_handles", load_and_learn)
+    CompiledKernel._init_handles = load_and_learn
 
 
 WIDTHS = {"fp32": ctypes.c_float, "fp64": ctypes.c_double, "i32": ctypes.c_int32, "i1": ctypes.c_bool}
@@ -316,8 +316,8 @@ def _launched(function: int, parameters: Any, programs: int, stream: int | None)
         name, constants, values = _arguments(_compiled[function], parameters)
         reads, writes = footprint(name, constants, values, programs)
         entry, site = _device().pretended_entry, _site()
-        if captured():
-            _keep_tables(name, [(values[each], reads) for each in TABLES if each in values], site)
+        if _captured():
+            _keep_tables(name, {values[each] for each in TABLES if each in values}, reads)
         _tell(lambda *ranges: entry(stream, 0, name.encode(), site, *ranges), reads, writes)
     except Exception as error:  # a callback of C has nowhere to raise
         _device().pretended_finding(f"not followed: a launch of a kernel: {type(error).__name__}: {error}".encode())
@@ -326,16 +326,14 @@ def _launched(function: int, parameters: Any, programs: int, stream: int | None)
 TABLES = ("address_ptr", "chunk_ptr", "row_ptr")
 
 
-def _keep_tables(name: str, tables: list[tuple[int, list[tuple[int, int]]]], site: int) -> None:
+def _keep_tables(name: str, tables: set[int], reads: list[tuple[int, int]]) -> None:
     """Note what the tables of a captured launch hold: each replay reads them again, and must find that."""
-    for table, reads in tables:
-        for at, length in reads:
-            if at == table:
-                held = ctypes.string_at(at, length)
-                _run(lambda at=at, held=held: _compare_table(name, at, held, site))  # type: ignore[misc]
+    for at, length in reads:
+        if at in tables:
+            _run(partial(_compare_table, name, at, ctypes.string_at(at, length)))
 
 
-def _compare_table(name: str, at: int, held: bytes, site: int) -> None:
+def _compare_table(name: str, at: int, held: bytes) -> None:
     if ctypes.string_at(at, len(held)) != held:
         _device().pretended_finding(f"changed: a table that a captured {name} reads at each replay".encode())
 
@@ -360,14 +358,14 @@ def _host_reads(what: str, address: int, length: int) -> None:
     _tell(lambda *ranges: host(what.encode(), site, *ranges), [(address, length)], [])
 
 
-def _watch_the_host(setattr: Callable[..., None]) -> None:
+def _watch_the_host() -> None:
     make = report._HostPairs.__init__
 
     def make_watched(pairs: Any, values: Tensor) -> None:
         make(pairs, values)
         pairs.memory = _Bytes(pairs.memory)
 
-    setattr(report._HostPairs, "__init__", make_watched)
+    report._HostPairs.__init__ = make_watched  # type: ignore[method-assign]
     for name in ("tolist", "numpy", "__array__"):
         setattr(Tensor, name, _reading(getattr(Tensor, name), f"Tensor.{name}"))
     save = torch.save
@@ -378,7 +376,7 @@ def _watch_the_host(setattr: Callable[..., None]) -> None:
             _host_reads("torch.save", address, length)
         return save(found, *args, **kwargs)
 
-    setattr(torch, "save", save_and_note)
+    torch.save = save_and_note
 
 
 def _reading(read: Callable[..., Any], what: str) -> Callable[..., Any]:
@@ -413,9 +411,9 @@ def _install() -> None:
     kinds = ctypes.c_size_t, ctypes.POINTER(ctypes.c_size_t), ctypes.c_uint, ctypes.c_void_p
     launch = ctypes.CFUNCTYPE(None, *kinds)(_launched)
     _callbacks.extend([ask, run, launch])
-    _learn_kernels(setattr)
-    _watch_the_host(setattr)
-    compute_kernels(setattr, _run)
+    _learn_kernels()
+    _watch_the_host()
+    compute_kernels(_run)
     torch._C._len_torch_dispatch_stack = _seen_by_dpfuse(torch._C._len_torch_dispatch_stack)
     device.pretended_ask(ask, run)
     device.pretended_on_launch(launch)
