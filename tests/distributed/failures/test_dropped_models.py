@@ -49,6 +49,7 @@ CASES = [  # the face, the ranks that fail, where, and how many backwards have g
 ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("collecting", COLLECTING, ids=str)
 def test_another_model_of_the_group_goes_on(rank, size, collecting):
     gc.disable()

@@ -8,6 +8,7 @@ import warnings
 import numpy
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import dpfuse
@@ -109,7 +110,9 @@ def test_a_copy_is_no_error(rank, size, face, shared):
 
 def test_a_file_that_each_rank_writes_alone_is_no_error(rank, size, tmp_path):
     path = tmp_path / "weights"
-    path.write_bytes(bytes(48))
+    if rank == 0:
+        path.write_bytes(bytes(48))
+    dist.barrier()  # no rank maps a file that another one is writing
     model = net()
     model[0].weight = nn.Parameter(file_tensor(path, 12, shared=False).view(4, 3))
     is_silent(dpfuse.DataParallel, model)
