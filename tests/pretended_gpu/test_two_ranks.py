@@ -12,8 +12,9 @@ from tests.pretended_gpu.two_ranks import programs_of
 
 RANKS = {"tensor parallel": 4}
 CASES = [(face, name) for face in ("ours", "drop-in", "torch's") for name in programs_of(face)]
-# Narrow numbers are rounded where they are added up. The two devices add in the same order, so nothing else may differ.
-APART = 0.0
+# The two devices add in the same order, so no value may differ. But the order in which torch adds up the squares of a
+# norm depends on where the memory lies.
+APART = {"clip": 1e-6, "clip, failing": 1e-6}
 
 
 @pytest.fixture(scope="session")
@@ -38,6 +39,6 @@ def test_no_access_races_and_values_are_those_of_the_cpu(face, name, reports):
     for report in reports(face, name):
         assert report["findings"] == []
         assert report["error"] == ""
-        assert report["apart"] <= APART
+        assert report["apart"] <= APART.get(name, 0.0)
         assert report["steps"] > 10
         assert report["compared"] > 1000
