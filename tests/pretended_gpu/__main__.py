@@ -16,7 +16,7 @@ from tests.pretended_gpu.device import LIBRARY
 
 ROOT = Path(__file__).parents[2]
 HEADERS = ("nvidia-cuda-crt", "nvidia-cuda-cccl")  # which torch's packages lack
-TESTS = ["numpy", "pytest", "pytest-timeout", "pytest-benchmark"]
+TESTS = ["numpy", "pytest", "pytest-timeout", "pytest-benchmark", "pytest-xdist"]
 
 
 class BuildError(Exception):
@@ -39,7 +39,7 @@ def main(release: str, place: str, shard: str = "") -> int:
         return 2
     paths = {"TRITON_LIBCUDA_PATH": str(folder), "LD_LIBRARY_PATH": str(folder), "LD_PRELOAD": str(library)}
     environment = {**os.environ, **paths, LIBRARY: str(library), "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
-    tests = ["tests/pretended_gpu", "--timeout", "120", "-q"]
+    tests = ["tests/pretended_gpu", "--timeout", "120", "-q", "-n", "2", "--dist", "loadgroup"]
     if shard:
         part = [f"tests/pretended_gpu/test_{name}.py" for name in ("two_ranks", "plants")]
         command = [_python(folder), "-m", "pytest", *part, "-q", "-k", SHARD]
@@ -53,7 +53,8 @@ def _build(release: str, folder: Path) -> Path:
     python, library = _python(folder), folder / "libcuda.so.1"
     if not Path(python).exists():
         _run(sys.executable, "-m", "venv", str(folder))
-        _run(python, "-m", "pip", "install", "--quiet", f"torch=={release}", *TESTS)
+        _run(python, "-m", "pip", "install", "--quiet", f"torch=={release}")
+    _run(python, "-m", "pip", "install", "--quiet", *TESTS)
     # The headers of CUDA must have the version of its runtime.
     seen = _run(python, "-c", "import torch; print(torch.version.cuda); print(torch.__path__[0])").split("\n")
     if seen[0] == "None":
