@@ -15,6 +15,9 @@ static std::map<int, Factor> factor_of;  // of real peers
 static int n_op = PREMUL;
 static thread_local int depth = 0;             // of ncclGroupStart
 static thread_local std::vector<Op> in_group;  // what runs at the outermost ncclGroupEnd
+// What this rank has sent by a broadcast in the group that is open: an all-gather may be a broadcast of each rank.
+static thread_local const void* sent = nullptr;
+static thread_local size_t sent_bytes = 0;
 
 size_t width(ncclDataType_t t) {
   switch (t) {
@@ -288,7 +291,7 @@ static ncclResult_t launch(std::vector<Op> ops) {
 }
 API ncclResult_t ncclGroupStart() {
   hit("ncclGroupStart");
-  depth++;
+  if (!depth++) sent = nullptr;
   return ncclSuccess;
 }
 API ncclResult_t ncclGroupEnd() {
@@ -429,6 +432,12 @@ API ncclResult_t ncclBroadcast(const void* a, void* b, size_t n, ncclDataType_t 
   if (noted("broadcast", it, n * width(t), a, b)) return ncclSystemError;
   if (done(it, &result)) return result;
   if (a != b) memmove(b, a, n * width(t));
+  if (root == ((Comm*)c)->r) {
+    sent = depth ? a : nullptr;
+    sent_bytes = n * width(t);
+  } else if (depth && sent && sent_bytes == n * width(t)) {
+    memmove(b, sent, sent_bytes);  // imaginary peers hold what this rank holds
+  }
   return ncclSuccess;
 }
 API ncclResult_t ncclBcast(void* b, size_t n, ncclDataType_t t, int root, ncclComm_t c, cudaStream_t s) {
