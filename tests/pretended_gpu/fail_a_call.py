@@ -1,4 +1,7 @@
-"""`python -m tests.pretended_gpu.fail_a_call WAY CALL AFTER`: prints the errors of two steps; the first fails."""
+"""`python -m tests.pretended_gpu.fail_a_call WAY CALL AFTER`: prints the errors of two steps; the first fails.
+
+Before these it prints whether the first step has made the call.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import sys
 import torch
 import torch.distributed as dist
 
-from tests.pretended_gpu.device import fail
+from tests.pretended_gpu.device import counted, fail
 from tests.pretended_gpu.ways import SETTLED, WAYS
 
 
@@ -21,15 +24,17 @@ def main(way: str, call: str, after: str) -> None:
     for _ in range(SETTLED):
         step()
     fail(call, int(after))
-    errors = []
+    errors, made = [], []
     for _ in range(2):
-        try:
-            step()
-            torch.cuda.synchronize()
-            errors.append("")
-        except Exception as error:
-            errors.append(f"{type(error).__name__}: {error}")
-    print(json.dumps(errors), flush=True)
+        with counted() as found:
+            try:
+                step()
+                torch.cuda.synchronize()
+                errors.append("")
+            except Exception as error:
+                errors.append(f"{type(error).__name__}: {error}")
+        made.append(sum(count for name, count in found.items() if name.startswith(call)) >= int(after))
+    print(json.dumps([made[0], *errors]), flush=True)
     os._exit(0)  # nothing can be freed on a device that has failed
 
 

@@ -53,6 +53,8 @@ class Calls(NamedTuple):
     events: int = 5  # one of the pack's stream and two of NCCL's for each collective, and two for the report
 
 
+# Whether torch starts several sums as one call of NCCL. Its class of release 2.15 starts one after the other.
+IS_ONE_CALL = torch.__version__ < "2.15"
 PRIVATE = Calls(launches=3)
 WITH_REPORT_APART = Calls(collectives=2, launches=4, events=8)  # a report beside gradients of 16 bits is 32 bits wide
 EXCHANGED = Calls(collectives=3, launches=5, events=11)  # all-to-all, a sum, all-gather; and the report
@@ -84,7 +86,7 @@ EXPECTED = {
     "no_sync, in buckets": Calls(launches=4),
     "unused layer": Calls(collectives=2, reads=2, waits=2, events=7),  # the host reads which parameters are used
     "buffers": Calls(collectives=2, events=8),
-    "comm hook": Calls(collectives=2, launches=4, events=9),
+    "comm hook": Calls(collectives=2, launches=4, events=9 if IS_ONE_CALL else 11),
     "sharded": SHARDED,
     "sharded, stepped in backward": SHARDED._replace(events=11),
     "sharded, masters": SHARDED,
@@ -160,7 +162,10 @@ def test_the_private_gradients_of_a_bucket_with_large_ones_are_one_call():
     seen = [line for line in lines if re.search("records|waits for event|nccl allReduce", line)]
     runs = [list(run) for sums, run in groupby(seen, lambda line: "nccl allReduce" in line) if sums]
     large = [sum("allReduce 4194304 bytes" in line for line in run) for run in runs]
-    assert (large, list(map(len, runs))) == ([3, 1, 0], [7, 1, 1])  # with four biases; a weight; the report
+    if IS_ONE_CALL:
+        assert (large, list(map(len, runs))) == ([3, 1, 0], [7, 1, 1])  # with four biases; a weight; the report
+    else:
+        assert (sum(large), list(map(len, runs))) == (4, [1] * 9)
 
 
 def test_the_default_checks_let_the_host_wait_for_nothing_and_launch_one_kernel_more(monkeypatch):
@@ -253,7 +258,8 @@ def test_a_bucket_is_sent_after_its_pack_and_the_program_goes_on_after_all_bucke
     buckets = 0
     for before, line in enumerate(seen):
         if "nccl allReduce" in line:
-            pack, record, wait = seen[before - 3 : before]
+            # Torch 2.15 records an event in the stream of the collectives before each of them, too.
+            pack, record, wait = [one for one in seen[:before] if not one.startswith("stream 1: records")][-3:]
             event = re.search(r"records event (\d+)", record)
             assert "triton _flatten" in pack
             assert f"waits for event {event[1]} " in wait

@@ -34,7 +34,10 @@ def test_a_failed_call_is_an_error_on_this_rank(way, call, after):
     command = [sys.executable, "-m", "tests.pretended_gpu.fail_a_call", way, call, str(after)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
-    first, second = json.loads(done.stdout.splitlines()[-1])
+    made, first, second = json.loads(done.stdout.splitlines()[-1])
+    if not made and call == "cudaEventCreate":  # torch has an event left of an earlier step
+        assert (first, second) == ("", "")
+        return
     assert first
     assert second or call == "cudaEventCreate"  # of which a lack of memory is the reason, and that may pass
     failed = ("pretended CUDA error", "pretended driver error", "NCCL error")

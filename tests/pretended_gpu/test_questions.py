@@ -6,9 +6,13 @@ import json
 import subprocess
 import sys
 
+import pytest
+import torch
+
 from bench.gpu_questions import QUESTIONS
 
 
+@pytest.mark.skipif(torch.__version__ >= "2.15", reason="the profiler of torch 2.15 needs the driver itself")
 def test_each_question_gets_an_answer_from_a_pretended_gpu(tmp_path):
     command = [sys.executable, "-m", "bench.gpu_questions", "--quick", "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
