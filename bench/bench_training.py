@@ -55,7 +55,7 @@ def time_training(
     results = time_in_turns(build, make, dict.fromkeys(WRAPS, "not checked"), effort, steps)
     workload = build()
     run, sync = _round("checked", workload, backwards, steps)
-    owners = [each for each in (sync.phases, sync.loop, sync.weights) if each is not None]
+    owners = [each for each in (sync.journal, sync.loop, sync.weights) if each is not None]
     calls = time_calls(run, owners, sync.grads.events, steps, effort.rounds * effort.rebuilds)
     calls.facts["parameters"] = len(list(workload.module.parameters()))
     return results | {CALLS: asdict(calls)}

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import median
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
+from dpfuse.engine.moments import Moment, now, seconds_between
 from dpfuse.tune.recorder import BackwardRecorder
 
 __all__ = ["SendRecorder"]
@@ -17,9 +17,10 @@ __all__ = ["SendRecorder"]
 class SendRecorder(BackwardRecorder):
     """Records backwards, all of which synchronise, and when their buckets are sent."""
 
-    def __init__(self, count: int, *, on_cuda: bool) -> None:
-        super().__init__(count, on_cuda=on_cuda)
-        self._sends: list[list[Any]] = []  # by backward: the stamp of its begin, then one of each bucket
+    def __init__(self, count: int, *, on_gpu: bool) -> None:
+        super().__init__(count, on_gpu=on_gpu)
+        self._sends_on_gpu = on_gpu
+        self._sends: list[list[Moment]] = []  # by backward: its begin, then when each bucket was sent
 
     def restart(self, count: int, *, skip: int = 0) -> None:
         """As `BackwardRecorder.restart`."""
@@ -29,13 +30,13 @@ class SendRecorder(BackwardRecorder):
     def backward_begins(self, *, sync: bool, announced: bool) -> None:
         """Record the begin of a backward."""
         super().backward_begins(sync=sync, announced=announced)
-        self._sends.append([self._now()])
+        self._sends.append([now(on_gpu=self._sends_on_gpu)])
 
     def bucket_sent(self, tensors: Sequence[Tensor], work: dist.Work, *, is_last: bool) -> None:
         """Record that a bucket was sent."""
-        self._sends[-1].append(self._now())
+        self._sends[-1].append(now(on_gpu=self._sends_on_gpu))
 
     def sent(self) -> list[float]:
         """Return the typical seconds from the begin of backward until each bucket is sent, in that order."""
-        seconds = [[self._seconds(begin, stamp) for stamp in stamps] for begin, *stamps in self._sends]
+        seconds = [[seconds_between(begin, sent) for sent in stamps] for begin, *stamps in self._sends]
         return [median(times) for times in zip(*seconds, strict=True)]

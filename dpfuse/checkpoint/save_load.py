@@ -23,7 +23,6 @@ from dpfuse.arguments import integer
 from dpfuse.checkpoint.bucket_plan import saved_plan, use_saved_plan
 from dpfuse.checkpoint.folder import read_newest, read_whole, step_path, write_step
 from dpfuse.checkpoint.micro_batches import check_micro_batches, saved_micro_batches, use_micro_batches
-from dpfuse.checkpoint.random_state import get_random_state, seed_from, set_random_state
 from dpfuse.checkpoint.training_state import (
     Stateful,
     check_arguments,
@@ -35,6 +34,7 @@ from dpfuse.checkpoint.training_state import (
 )
 from dpfuse.comm import collective, votes
 from dpfuse.comm.waiting import Doing, telling
+from dpfuse.engine.random_states import get_random_state, seed_from, set_random_state
 from dpfuse.engine.torch_private import uncompiled
 from dpfuse.engine.user_line import warn_at_user
 from dpfuse.errors import DPFuseError, WeightsWarning

@@ -1,7 +1,8 @@
-"""Where the time of this rank's steps goes: seconds by phase, added up by the thread that trains. Knows no other rank.
+"""Where the time of this rank's steps goes: seconds by phase. Knows no other rank.
 
-The heartbeat (`dpfuse.liveness`) takes the sums, and sends them to the first rank of the group. They are durations:
-the clocks of two machines are never compared.
+The thread that trains writes a mark at each event, which costs it a call of C. The clock adds marks up now and then.
+The heartbeat (`dpfuse.liveness`) takes the sums, and sends them to the first rank of the group. They are durations: the
+clocks of two machines are never compared.
 """
 
 from __future__ import annotations
@@ -14,10 +15,30 @@ from time import perf_counter
 from typing import Any
 from weakref import finalize, ref
 
-__all__ = ["BACKWARD", "FORWARD", "LOADER", "NAMES", "OPTIMIZER", "WAITING", "PhaseClock", "Sums"]
+__all__ = [
+    "BACKWARD",
+    "DELIVERED",
+    "FORWARD",
+    "LOADER",
+    "MOST",
+    "NAMES",
+    "OPTIMIZER",
+    "PAUSE",
+    "STEPPED",
+    "WAITING",
+    "Mark",
+    "PhaseClock",
+    "Sums",
+]
 
 NAMES = ("loader", "forward", "backward", "optimizer", "garbage collection", "waiting")
 LOADER, FORWARD, BACKWARD, OPTIMIZER, _COLLECTION, WAITING = range(len(NAMES))
+# Events that end a phase: a backward has averaged its gradients, and an optimizer has stepped.
+DELIVERED, STEPPED = OPTIMIZER, len(NAMES)
+# The phase that begins, or one of these events; the time, the seconds waited for peers so far, those of collections.
+Mark = tuple[int, float, float, float]
+PAUSE = 0.05  # seconds; at the end of a step marks are added up where the last time is longer ago
+MOST = 1024  # marks, after which they are added up in any case
 Sums = tuple[int, list[float]]  # after so many steps; seconds of each phase since the start
 KEPT = 64  # sums that the heartbeat has not taken
 # The heartbeat takes sums now and then. If it finds more than MANY, the clock makes half as many from then on. If it
@@ -30,17 +51,29 @@ class PhaseClock:
     """Adds up seconds by phase. At any time one phase runs; waiting and garbage collections in it are not its own.
 
     A step is a backward that synchronises. It ends at the same moment on all ranks, about. So from one to the next each
-    rank has the same time, and a rank that waits less was busy longer. Everywhere `waited` is the seconds in which this
-    rank has waited for its peers so far.
+    rank has the same time, and a rank that waits less was busy longer.
+
+    Args:
+        waited: seconds in which this rank has waited for its peers so far, as in each mark.
+
+    Attributes:
+        marks: those that are not added up yet.
+        due: when marks are to be added up at the end of a step.
+        collected: seconds of garbage collections in the thread that trains.
+        thread: the one that runs forwards.
+        steps: that have ended, as far as marks are added up.
     """
 
     def __init__(self, waited: float = 0.0) -> None:
-        self.phase = LOADER  # that runs now
-        self.steps = 0  # that have ended
-        self._thread = get_ident()
+        self.marks: list[Mark] = []
+        self.collected = 0.0
+        self.thread = get_ident()
+        self.steps = 0
+        self._phase = LOADER  # after the marks that are added up
         self._seconds = [0.0] * _COLLECTION
-        self._collected = self._began = 0.0
-        self._busy = perf_counter() - waited  # the time of the last change of phase, without waits and collections
+        self._collection = 0.0  # when one has begun
+        self.due = perf_counter()
+        self._busy = self.due - waited  # the time of the last mark, without waits and collections
         self._told = False  # whether an optimizer has ever told that it stepped
         self._every = 1  # steps; always a power of two, so that ranks with different ones have steps in common
         self._sums: deque[Sums] = deque(maxlen=KEPT)
@@ -48,31 +81,33 @@ class PhaseClock:
         gc.callbacks.append(callback)
         finalize(self, _remove, callback).atexit = False
 
-    def enter(self, phase: int, waited: float) -> None:
-        """From now on time belongs to this phase."""
-        if phase == FORWARD:
-            self._thread = get_ident()
-        if self.phase == OPTIMIZER and self._told and phase in (FORWARD, BACKWARD):
-            self.phase = LOADER  # no optimizer has stepped since the backward, but one would have told
-        busy = perf_counter() - waited - self._collected
-        self._seconds[self.phase] += busy - self._busy
-        self.phase, self._busy = phase, busy
+    @property
+    def phase(self) -> int:
+        """The one that runs now. Another thread may ask."""
+        phase = self._phase
+        for kind, *_ in tuple(self.marks):
+            phase = _next_phase(phase, kind)
+        return phase
 
-    def optimizer_ended(self, waited: float) -> None:
-        """An optimizer has stepped. What ran since backward, or since the optimizer before, belonged to it."""
-        if self.phase == OPTIMIZER or self.phase == LOADER:
-            self.phase = OPTIMIZER
-            self._told = True
-            self.enter(LOADER, waited)
-
-    def step_ended(self, waited: float) -> None:
-        """A backward has averaged its gradients. On a GPU a thread of autograd says so."""
-        busy = perf_counter() - waited - self._collected
-        self._seconds[self.phase] += busy - self._busy
-        self.phase, self._busy = OPTIMIZER, busy
-        self.steps += 1
-        if not self.steps % self._every:
-            self._sums.append((self.steps, [*self._seconds, self._collected, waited]))
+    def add_up(self) -> None:
+        """Give the time between marks to the phases. Called by the thread that writes marks."""
+        seconds, phase, before = self._seconds, self._phase, self._busy
+        for kind, time, waited, collected in self.marks:
+            if kind == STEPPED:
+                if phase not in (OPTIMIZER, LOADER):
+                    continue  # it has stepped inside backward
+                phase, self._told = OPTIMIZER, True  # what ran since backward, or since the optimizer before, was its
+            elif phase == OPTIMIZER and self._told and kind in (FORWARD, BACKWARD):
+                phase = LOADER  # no optimizer has stepped since the backward, but one would have told
+            busy = time - waited - collected
+            seconds[phase] += busy - before
+            phase, before = LOADER if kind == STEPPED else kind, busy
+            if kind == DELIVERED:
+                self.steps += 1
+                if not self.steps % self._every:
+                    self._sums.append((self.steps, [*seconds, collected, waited]))
+        self._phase, self._busy, self.due = phase, before, perf_counter() + PAUSE
+        self.marks.clear()
 
     def taken(self) -> list[Sums]:
         """Return the sums since the last call. Called by the heartbeat's thread, before each heartbeat."""
@@ -85,13 +120,20 @@ class PhaseClock:
 
     def collection(self, begins: bool) -> None:
         """A garbage collection begins or ends. Those of other threads count as part of the phase that they hold up."""
-        if get_ident() != self._thread:
+        if get_ident() != self.thread:
             return
         if begins:
-            self._began = perf_counter()
-        elif self._began:
-            self._collected += perf_counter() - self._began
-            self._began = 0.0
+            self._collection = perf_counter()
+        elif self._collection:
+            self.collected += perf_counter() - self._collection
+            self._collection = 0.0
+
+
+def _next_phase(phase: int, kind: int) -> int:
+    """Return the phase that runs after a mark."""
+    if kind != STEPPED:
+        return kind
+    return LOADER if phase == OPTIMIZER else phase
 
 
 def _collects(clock: ref[PhaseClock], moment: str, _info: dict[str, Any]) -> None:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
-import torch
 from torch.utils.data import Dataset
 
 from dpfuse.arguments import integer
-from dpfuse.data.seeds import seed_by
+from dpfuse.engine.random_states import get_random_state, seed_by, set_random_state
 
 __all__ = ["EpochIndex", "SeededDataset"]
 
@@ -77,10 +74,8 @@ class SeededDataset(Dataset[Any]):
 @contextmanager
 def _states_kept() -> Iterator[None]:
     """Restore the generators of this process at the end, but those of GPUs."""
-    before = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    before = get_random_state(on_gpus=False)
     try:
         yield
     finally:
-        torch.set_rng_state(before[0])
-        random.setstate(before[1])
-        np.random.set_state(before[2])
+        set_random_state(before)

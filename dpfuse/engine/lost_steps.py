@@ -32,18 +32,19 @@ class LostSteps:
         steps: those backwards, by number, from 1, until every rank has heard of them.
         begun: the optimizer whose step has begun and not returned, so that an exception may have ended it. Steps of
             other optimizers do not change it.
+        heard: how many steps there were, of any optimizer.
     """
 
     def __init__(self, concerns: Callable[[Optimizer], bool]) -> None:
         self.begun: ref[Optimizer] | None = None
-        self._heard = False  # whether an optimizer has stepped
+        self.heard = 0
         self._concerns = concerns
         self.steps: list[int] = []
         call_after_steps(self)
 
     def note(self, step: int) -> None:
         """Note that the mean of this synchronised backward, from 1, may be lost."""
-        if step and step not in self.steps and (step == 1 or self._heard):
+        if step and step not in self.steps and (step == 1 or self.heard):
             self.steps.append(step)
 
     def look(self, step: int) -> None:
@@ -52,13 +53,13 @@ class LostSteps:
         if optimizer is None:
             self.begun = None
         elif not _a_step_runs():
-            self.begun, self._heard = None, True
+            self.begun, self.heard = None, self.heard + 1
             if self._concerns(optimizer):
                 self.note(step)
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Note that an optimizer has stepped."""
-        self._heard = True
+        self.heard += 1
         if self.begun is not None and self.begun() is optimizer:
             self.begun = None
         if self.steps and self._concerns(optimizer):

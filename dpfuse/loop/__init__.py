@@ -1,5 +1,5 @@
-"""Is the training loop right? Findings that no comparison of the ranks can give, since all ranks do the same.
+"""Is the training loop right? What is written down of it, and the rules that look at that.
 
-Read `facts` (what all rules share), `watched_gradient` (what happened to one gradient since it was zero), then
-`loop_check`, which is told of backwards and steps and asks the rules. Each other file is one rule.
+Read `record` (what is known of one model), `journal` (who writes it), `watched_gradient` (what happened to one gradient
+since it was zero), then `loop_check`, which asks the rules. Each other file is one rule.
 """

@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 from dpfuse.engine.report import Report
 from dpfuse.engine.report_layout import ReportPlace
 from dpfuse.engine.streams import capturing
-from dpfuse.loop.facts import LoopFacts
 from dpfuse.loop.input_hash import InputHash
 from dpfuse.loop.own_gradient import OwnGradient
 from dpfuse.loop.rank_words import RankWords, Word
+from dpfuse.loop.record import Record
 from dpfuse.loop.same_batches import SameBatches
 from dpfuse.loop.same_modes import SameModes
 from dpfuse.loop.same_rates import SameRates
@@ -30,7 +30,7 @@ class RankComparison:
 
     Args:
         module: that is wrapped.
-        facts: of the model whose gradients are averaged.
+        record: of the model whose gradients are averaged.
         device: of the parameters, such as "cpu".
         size: number of ranks.
         place: of what the ranks tell each other, in the report.
@@ -41,14 +41,14 @@ class RankComparison:
         heard: whether a rule has heard something since the last step.
     """
 
-    def __init__(self, module: nn.Module, facts: LoopFacts, device: str, size: int, place: ReportPlace) -> None:
-        self._facts = facts
+    def __init__(self, module: nn.Module, record: Record, device: str, size: int, place: ReportPlace) -> None:
+        self._record = record
         self._words = RankWords(place, size)
         self._inputs = InputHash()
         self.own = OwnGradient()
-        self._batches = SameBatches(facts)
-        self._modes = SameModes(module, device, facts)
-        self._rates = SameRates(facts)
+        self._batches = SameBatches(record)
+        self._modes = SameModes(module, device, record)
+        self._rates = SameRates(record)
         self.waits = self.heard = False
 
     def compare_batches(self) -> None:
@@ -96,5 +96,5 @@ class RankComparison:
             self.heard = False
             for rule in (self._batches, self._modes, self._rates):
                 rule.tell()
-        if self._facts.due:
+        if self._record.due:
             self._rates.before_step(optimizer)

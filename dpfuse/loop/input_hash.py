@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from typing import Any
-from zlib import crc32
 
 import torch
 from torch import Tensor
 
 from dpfuse.engine.containers import leaves_in
+from dpfuse.engine.sample import sample_of, values_of
+from dpfuse.engine.tensor_hash import Hash, hash_of
 from dpfuse.loop.rank_words import Word, bits_of
 
 __all__ = ["InputHash"]
 
 BITS = 8
 ELEMENTS = 1024  # of each tensor, from all of its parts
-PRIME = 65521
 PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
 TENSORS = (Tensor, torch.nn.Parameter)  # other classes may hold anything
 
@@ -26,8 +26,7 @@ class InputHash:
     def __init__(self) -> None:
         self._empty = True
         self._unknown = False  # whether there was something else than dense tensors and plain values
-        self._host = 0
-        self._device: Tensor | None = None
+        self._hash: Hash = 0
 
     @property
     def known(self) -> bool:
@@ -47,23 +46,15 @@ class InputHash:
         try:
             with torch.no_grad():
                 for tensor in tensors:
-                    self._add(bytes_of(tensor))
+                    self._hash = hash_of(some_of(tensor), self._hash)
         except (RuntimeError, TypeError):  # a forward may get any tensor, also one of a dtype without bytes
             self._unknown = True
 
-    def _add(self, sample: Tensor) -> None:
-        if not sample.is_cuda:
-            self._host = crc32(sample.numpy().tobytes(), self._host)
-            return
-        factors = torch.arange(1, sample.numel() + 1, device=sample.device) * 40503 % PRIME + 1
-        before = 0 if self._device is None else self._device * 31
-        self._device = (before + ((sample.long() + 1) * factors).sum()) % PRIME
-
     def word(self) -> Word:
         """Return the bits: on the GPU, [8], if a tensor lies there."""
-        if self._device is None:
-            return bits_of(self._host, BITS)
-        number = self._device + self._host % PRIME
+        number = self._hash
+        if isinstance(number, int):
+            return bits_of(number, BITS)
         return (number >> torch.arange(BITS, device=number.device) & 1).float()
 
 
@@ -72,13 +63,8 @@ def can_be_read(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and tensor.device.type in ("cpu", "cuda") and not tensor.is_quantized
 
 
-def bytes_of(tensor: Tensor) -> Tensor:
-    """Return some elements of all parts of a tensor, as bytes, [n]."""
-    tensor = tensor.detach().resolve_conj().resolve_neg()
-    if not tensor.is_contiguous():
-        steps = [max(1, size // 16) for size in tensor.shape]
-        tensor = tensor[tuple(slice(None, None, step) for step in steps)].contiguous()
-    flat = tensor.view(-1)
-    some = flat[:: max(1, flat.numel() // ELEMENTS)][:ELEMENTS]
-    # One element is contiguous with any stride, but has bytes only with the usual one.
-    return some.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+def some_of(tensor: Tensor) -> Tensor:
+    """Return a copy of some elements of all parts of a tensor, [n]."""
+    if not tensor.is_contiguous():  # all of its elements would be copied first
+        tensor = tensor[tuple(slice(None, None, max(1, size // 16)) for size in tensor.shape)]
+    return values_of(sample_of(tensor, ELEMENTS, spread=True))

@@ -9,16 +9,16 @@ from contextlib import suppress
 from datetime import timedelta
 from time import monotonic
 from weakref import ref
-from zlib import crc32
 
-import torch
 import torch.distributed as dist
 from torch.distributed import DistError
 
+from dpfuse.engine.sample import Sample, sample_of, values_of
+from dpfuse.engine.tensor_hash import hash_of
 from dpfuse.engine.torch_private import default_store
 from dpfuse.findings import NOTHING_AVERAGED, findings
-from dpfuse.loop.facts import LoopFacts
-from dpfuse.loop.watched_gradient import Sample, WatchedGradient, sample_of
+from dpfuse.loop.record import Record
+from dpfuse.loop.watched_gradient import WatchedGradient
 
 __all__ = ["NeverAveraged"]
 
@@ -40,16 +40,16 @@ class NeverAveraged:
 
     Args:
         watched: a gradient of the optimizer; the parameter is its own.
-        facts: of the model.
+        record: of the model.
         optimizer: the name of its class.
     """
 
-    def __init__(self, watched: WatchedGradient, facts: LoopFacts, optimizer: str) -> None:
+    def __init__(self, watched: WatchedGradient, record: Record, optimizer: str) -> None:
         self._param = ref(watched.param)
-        self._level, self._rank, self._optimizer = facts.level, facts.rank, optimizer
+        self._level, self._rank, self._optimizer = record.level, record.rank, optimizer
         self._store = default_store()  # a program may destroy the group before it ends
-        model = f"dpfuse/{NOTHING_AVERAGED}/{dist.get_process_group_ranks(facts.group)}/{watched.name}"
-        self._keys = [f"{model}/{_numbers[model]}/{rank}" for rank in range(facts.group.size())]  # ranks of the group
+        model = f"dpfuse/{NOTHING_AVERAGED}/{dist.get_process_group_ranks(record.group)}/{watched.name}"
+        self._keys = [f"{model}/{_numbers[model]}/{rank}" for rank in range(record.group.size())]  # ranks of the group
         _numbers[model] += 1
         self._samples: list[Sample] = []
 
@@ -117,8 +117,7 @@ class NeverAveraged:
 
 def _hash(sample: Sample) -> int:
     """Return a hash of these elements. It waits for the device."""
-    memory = sample.memory
-    return crc32(memory if isinstance(memory, bytes) else memory.cpu().view(torch.uint8).numpy().data)
+    return int(hash_of(values_of(sample).cpu()))
 
 
 @atexit.register

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from dpfuse.engine.sample import Sample, are_comparable, sample_of, values_of
 from dpfuse.engine.streams import HostCopy
 from dpfuse.findings import NEVER_STEPPED, findings
-from dpfuse.loop.facts import LoopFacts
-from dpfuse.loop.watched_gradient import Sample, are_comparable, is_plain, sample_of, values_of
+from dpfuse.loop.record import Record
+from dpfuse.loop.watched_gradient import has_plain_class
 
 __all__ = ["NeverStepped"]
 
@@ -33,15 +34,15 @@ class NeverStepped:
     loss does not need has no gradient, or zeros.
 
     Args:
-        facts: of the model whose gradients are averaged.
+        record: of the model whose gradients are averaged.
 
     Attributes:
         decided: whether there is nothing more to see.
     """
 
-    def __init__(self, facts: LoopFacts) -> None:
+    def __init__(self, record: Record) -> None:
         self.decided = False
-        self._facts = facts
+        self._record = record
         self._params: Mapping[str, Tensor] = {}  # known in the first step, as is what follows
         self._names: dict[int, str] = {}
         self._groups: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # how many each had when it was looked at
@@ -56,7 +57,7 @@ class NeverStepped:
     def before_step(self, optimizer: Optimizer) -> None:
         """Note what it steps on; say what was found."""
         if not self._params:
-            self._params = self._facts.params()
+            self._params = self._record.params()
             self._names = {id(param): name for name, param in self._params.items()}
         if self._groups.get(optimizer) != len(optimizer.param_groups):
             self._groups[optimizer] = len(optimizer.param_groups)
@@ -64,14 +65,14 @@ class NeverStepped:
             self._owned |= {id(param) for param in params} & self._names.keys()
             self._foreign |= {param.dtype for param in params if id(param) not in self._names}
         if self._waits_for_step:
-            if self._facts.averages >= self._first + LATER:
+            if self._record.averages >= self._first + LATER:
                 self._waits_for_step = False
                 self._compare()
         elif self._moving is not None:
             self._say(self._moving)
-        elif self._samples and self._facts.averages >= self._first + AVERAGES:
+        elif self._samples and self._record.averages >= self._first + AVERAGES:
             self._compare()
-        elif self._facts.averages >= BEGIN and not self._samples:
+        elif self._record.averages >= BEGIN and not self._samples:
             self._begin()
 
     def misses(self, params: Iterable[Tensor]) -> bool:
@@ -83,7 +84,7 @@ class NeverStepped:
         return bool(self._params) and not self._params.keys() >= set(names)
 
     def _begin(self) -> None:
-        self._first = self._facts.averages
+        self._first = self._record.averages
         rest = self._rest(self._params.values())
         self._compared = rest[:: max(1, len(rest) // COMPARED)][:COMPARED]
         self._samples = [*map(sample_of, self._compared)]
@@ -104,7 +105,7 @@ class NeverStepped:
             param
             for param in params
             if id(param) not in self._owned
-            and is_plain(param)
+            and has_plain_class(param)
             and param.grad is not None
             and param.grad.layout is torch.strided
             # A copy in float32 may change a weight of 16 bits after many steps only.
@@ -127,7 +128,7 @@ class NeverStepped:
         rest = self._rest(self._params.values())
         if not all(moving.read()):
             return
-        averages = self._facts.averages - self._first
+        averages = self._record.averages - self._first
         if averages < LATER and (self._owned or self._may_step_later(rest)):
             self.decided, self._waits_for_step = False, True
             return
@@ -137,12 +138,12 @@ class NeverStepped:
         stepped = [type(optimizer).__name__ for optimizer in self._groups]
         findings.tell(
             NEVER_STEPPED,
-            f"rank {self._facts.rank}: {LATER if averages >= LATER else AVERAGES:,} backwards averaged gradients of "
+            f"rank {self._record.rank}: {LATER if averages >= LATER else AVERAGES:,} backwards averaged gradients of "
             f"{len(rest)} of {len(self._params)} parameters, {', '.join(names[:NAMED])}{more}, and no optimizer that "
             f"has stepped ({', '.join(stepped)}) has them. Their weights did not change. That is {nbytes:,} bytes of "
             "each backward. Expected an optimizer of the parameters of this model: make it from the wrapped model, not "
             "from another copy, or call its step(). Freeze what is not to be trained (requires_grad=False).",
-            self._facts.level,
+            self._record.level,
         )
 
 

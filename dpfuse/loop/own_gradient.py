@@ -9,9 +9,10 @@ from struct import Struct
 import torch
 from torch import Tensor
 
+from dpfuse.engine.sample import Sample, are_comparable, sample_of, values_of
 from dpfuse.engine.streams import HostCopy
 from dpfuse.loop.optimizer_rules import best_of
-from dpfuse.loop.watched_gradient import Sample, are_comparable, is_plain, sample_of, values_of
+from dpfuse.loop.watched_gradient import has_plain_class
 
 __all__ = ["OwnGradient"]
 
@@ -24,24 +25,28 @@ ROUNDED, ROUNDED_16 = 1e-5, 0.01
 
 
 class OwnGradient:
-    """Copies some elements of a gradient before and after the average: on a GPU for a later look."""
+    """Copies some elements of a gradient before and after the average: on a GPU for a later look.
+
+    Attributes:
+        look: a parameter, and what its gradient was before the average; None where nothing is looked at.
+    """
 
     def __init__(self) -> None:
         self._param: Tensor | None = None
         self._before: Tensor | None = None
         self._copy: HostCopy | None = None  # [2, elements]
-        self._look: tuple[Tensor, Sample] | None = None
+        self.look: tuple[Tensor, Sample] | None = None
 
     def look_at(self, param: Tensor) -> None:
         """Copy before the average, on a CPU, so that `was_equal` can tell. No average has written its gradient yet."""
         grad = param.grad
-        self._look = None
+        self.look = None
         if param.requires_grad and grad is not None and has_strides(grad) and grad.is_cpu and grad.numel():
-            self._look = param, sample_of(grad)
+            self.look = param, sample_of(grad)
 
     def was_equal(self) -> bool:
         """Whether the average that has ended left what this rank had, as if all ranks had the same gradient."""
-        look, self._look = self._look, None
+        look, self.look = self.look, None
         if look is None:
             return False
         before, grad = look[1], look[0].grad
@@ -59,17 +64,18 @@ class OwnGradient:
         fitting = {
             name: param
             for name, param in params.items()
-            if param.requires_grad and is_plain(param) and has_strides(param.grad)  # a frozen one keeps what it has
+            # A frozen one keeps what it has.
+            if param.requires_grad and has_plain_class(param) and has_strides(param.grad)
         }
         self._param, self._before = None, None
         if fitting:
             self._param = best_of(fitting)[-1][1]
-            self._before = sample_in(self._param)
+            self._before = values_in(self._param)
 
     def delivered(self) -> None:
         """Copy after the average."""
         if self._param is not None and self._before is not None and has_strides(self._param.grad):
-            now = sample_in(self._param)
+            now = values_in(self._param)
             if now.shape == self._before.shape and now.device == self._before.device:
                 self._copy = HostCopy(torch.stack([self._before, now]))
         self._param = self._before = None
@@ -104,12 +110,10 @@ def _are_close(before: Tensor | bytes, now: Tensor | bytes, dtype: torch.dtype) 
 
 def has_strides(grad: Tensor | None) -> bool:
     """Whether a gradient is there, with elements that can be copied."""
-    return grad is not None and is_plain(grad) and grad.layout is torch.strided and not grad.is_complex()
+    return grad is not None and has_plain_class(grad) and grad.layout is torch.strided and not grad.is_complex()
 
 
-def sample_in(param: Tensor) -> Tensor:
-    """Return a copy of elements from all parts of a gradient, [n] float32: most rows of an embedding are zeros."""
-    grad = param.grad
-    assert grad is not None
-    flat = grad.detach().reshape(-1)
-    return flat[:: max(1, flat.numel() // ELEMENTS)][:ELEMENTS].float().clone()
+def values_in(param: Tensor) -> Tensor:
+    """Return a copy of elements from all parts of a gradient, [n] float32."""
+    assert param.grad is not None
+    return values_of(sample_of(param.grad, ELEMENTS, spread=True)).float()

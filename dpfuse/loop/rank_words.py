@@ -89,7 +89,7 @@ class Sums:
 
     def same(self, name: str) -> bool:
         """Whether all ranks have sent the same bits."""
-        return all(round(number) in (0, self.size) for number in self._numbers[self._parts[name]])
+        return {*map(round, self._numbers[self._parts[name]])} <= {0, self.size}
 
 
 class RankWords:

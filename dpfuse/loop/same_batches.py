@@ -5,8 +5,8 @@ from __future__ import annotations
 from weakref import WeakSet
 
 from dpfuse.findings import SAME_BATCHES, findings
-from dpfuse.loop.facts import LoopFacts
 from dpfuse.loop.rank_words import Sums
+from dpfuse.loop.record import Record
 
 __all__ = ["SameBatches"]
 
@@ -23,16 +23,16 @@ class SameBatches:
     noise of its own. So they are a mistake only where all ranks have the same gradient, too.
 
     Args:
-        facts: of the model whose gradients are averaged.
+        record: of the model whose gradients are averaged.
 
     Attributes:
         decided: whether nothing is to be compared any more.
     """
 
-    def __init__(self, facts: LoopFacts) -> None:
+    def __init__(self, record: Record) -> None:
         self.decided = False
         self._differ = self._parallel = False
-        self._facts = facts
+        self._record = record
         self._before: list[float] = []
         self._steps = 0
         _all.add(self)
@@ -66,7 +66,7 @@ class SameBatches:
         if any(other._differ or other._steps < STEPS for other in tuple(_all)):
             return
         self.decided = True
-        rank = self._facts.rank
+        rank = self._record.rank
         seen = (
             f"rank {rank}: in {self._steps} steps in a row, hashes of all inputs of the model were equal on all ranks, "
             "and other ones than in the step before."
@@ -78,7 +78,7 @@ class SameBatches:
                 f"{seen} Every rank computes on the same batches, so more ranks do not mean more data. Expected other "
                 f"batches on each rank: {do}. If equal inputs are meant, pass "
                 'check_training="log" to the wrapper.',
-                self._facts.level,
+                self._record.level,
             )
             return
         findings.note(

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from dpfuse.findings import OTHER_MODES, findings
-from dpfuse.loop.facts import LoopFacts
 from dpfuse.loop.rank_words import Sums, Word
+from dpfuse.loop.record import Record
 
 __all__ = ["SameModes"]
 
@@ -30,13 +30,13 @@ class SameModes:
     Args:
         module: that is wrapped.
         device: of its parameters, such as "cpu".
-        facts: of the model whose gradients are averaged.
+        record: of the model whose gradients are averaged.
     """
 
-    def __init__(self, module: nn.Module, device: str, facts: LoopFacts) -> None:
+    def __init__(self, module: nn.Module, device: str, record: Record) -> None:
         self._module = module
         self._device = device
-        self._facts = facts
+        self._record = record
         self._mode = (False, False, False)
         self._backwards = 0
         self._text = ""
@@ -62,12 +62,12 @@ class SameModes:
             ]
             do = " and ".join(dict.fromkeys(MODES[name][1] for name in other))
             self._text = (
-                f"rank {self._facts.rank}: in {BACKWARDS} backwards running, the ranks had run their forwards in "
+                f"rank {self._record.rank}: in {BACKWARDS} backwards running, the ranks had run their forwards in "
                 f"different modes: {'; '.join(ran)}. Expected the same on every rank: {do}."
             )
 
     def tell(self) -> None:
         """Say what was found."""
         if self._text:
-            findings.tell(OTHER_MODES, self._text, self._facts.level)
+            findings.tell(OTHER_MODES, self._text, self._record.level)
             self._text = ""

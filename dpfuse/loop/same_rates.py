@@ -10,8 +10,8 @@ from zlib import crc32
 from torch.optim import Optimizer
 
 from dpfuse.findings import OTHER_RATES, findings
-from dpfuse.loop.facts import LoopFacts
 from dpfuse.loop.rank_words import Sums, Word, bits_of
+from dpfuse.loop.record import Record
 
 __all__ = ["REMEDY", "SameRates"]
 
@@ -24,11 +24,11 @@ class SameRates:
     """Notes the learning rates of optimizers that step, where they are numbers of the host, and compares them.
 
     Args:
-        facts: of the model whose gradients are averaged.
+        record: of the model whose gradients are averaged.
     """
 
-    def __init__(self, facts: LoopFacts) -> None:
-        self._facts = facts
+    def __init__(self, record: Record) -> None:
+        self._record = record
         # By optimizer, the number of its groups, a hash, and the places of the groups of the model.
         self._owned: WeakKeyDictionary[Optimizer, tuple[int, int, list[int]]] = WeakKeyDictionary()
         self._rates: dict[tuple[str, int], list[float]] = {}  # by name of an optimizer, and that hash
@@ -54,7 +54,7 @@ class SameRates:
         """
         count, owned, places = self._owned.get(optimizer, (0, 0, []))
         if count != len(optimizer.param_groups):
-            names = {id(param): name for name, param in self._facts.params().items()}
+            names = {id(param): name for name, param in self._record.params().items()}
             groups = [[names.get(id(param)) for param in group["params"]] for group in optimizer.param_groups]
             places = [place for place, group in enumerate(groups) if any(name is not None for name in group)]
             owned = crc32(repr([groups[place] for place in places]).encode()) | 1 if places else 0
@@ -83,7 +83,7 @@ class SameRates:
         if self._backwards < BACKWARDS:
             return
         here = ", ".join(f"{name} {', '.join(map(str, rates))}" for (name, _), rates in sorted(self._rates.items()))
-        rank, mean = self._facts.rank, self._mean()
+        rank, mean = self._record.rank, self._mean()
         others = (sums.total("rate") - mean) / (sums.size - 1)
         who = "the other rank has" if sums.size == 2 else "the other ranks have"
         self._text = (
@@ -95,5 +95,5 @@ class SameRates:
     def tell(self) -> None:
         """Say what was found."""
         if self._text:
-            findings.tell(OTHER_RATES, self._text, self._facts.level)
+            findings.tell(OTHER_RATES, self._text, self._record.level)
             self._text = ""

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-from ctypes import string_at
-from typing import NamedTuple
-
 import torch
 from torch import Tensor, nn
 
 from dpfuse.engine.gradient_change import Change, change_of
+from dpfuse.engine.sample import Sample, are_comparable, sample_of, values_of
 from dpfuse.engine.user_line import user_line
 
-__all__ = ["Sample", "WatchedGradient", "are_comparable", "is_plain", "sample_of", "values_of"]
-
-ELEMENTS = 64  # that are copied, where the bits of a gradient are compared
-
-
-class Sample(NamedTuple):
-    """A copy of a few elements of a tensor, which the program may convert or move before the next copy."""
-
-    memory: Tensor | bytes  # on a CPU mostly bytes
-    dtype: torch.dtype
+__all__ = ["WatchedGradient", "has_plain_class"]
 
 
 class WatchedGradient:
@@ -41,10 +30,11 @@ class WatchedGradient:
         rest_line: the user's line of the last of them.
         bits: a copy of a few elements after each backward that was not averaged, where `rest` is above 0.
         length: how many backwards have written it since the last step, or since it was zero.
+        has_stepped: whether an optimizer has stepped on it since then, once the rules have looked.
     """
 
     __slots__ = (
-        "_count", "_seen", "_stepped", "bits", "has_mean", "length", "locals", "name", "param", "rank", "rest",
+        "_count", "_seen", "bits", "has_mean", "has_stepped", "length", "locals", "name", "param", "rank", "rest",
         "rest_line",
     )  # fmt: skip
 
@@ -59,7 +49,7 @@ class WatchedGradient:
         """Count from now on, since what happened is not known."""
         self._restart()
         self.rest_line = ""
-        self._stepped = False
+        self.has_stepped = False
         self._mark(self.param.grad)
 
     def _restart(self) -> None:
@@ -82,7 +72,7 @@ class WatchedGradient:
         if grad is None or id(grad) != self._seen:
             self._restart()
         # `grad.data` can be written without a count. So after a step, where most programs zero, values decide.
-        elif announced and (self._stepped or grad._version != self._count):
+        elif announced and (self.has_stepped or grad._version != self._count):
             if not self._is_readable(grad) or not grad.any():
                 self._restart()
         else:
@@ -119,21 +109,12 @@ class WatchedGradient:
         else:
             self._seen, self._count = id(grad), grad._version
         if grad is not None:
-            self.length = 1 if self._stepped else self.length + 1
-            self._stepped, self.has_mean, self.rest, self.bits = False, True, 0, None
+            self.length = 1 if self.has_stepped else self.length + 1
+            self.has_stepped, self.has_mean, self.rest, self.bits = False, True, 0, None
 
     def _written(self) -> None:
-        self.length = 1 if self._stepped else self.length + 1
-        self._stepped = False
-
-    @property
-    def is_new(self) -> bool:
-        """Whether a backward has written it since the last step."""
-        return self.length > 0 and not self._stepped
-
-    def stepped(self) -> None:
-        """Note that an optimizer steps on it, once the rules have looked."""
-        self._stepped = True
+        self.length = 1 if self.has_stepped else self.length + 1
+        self.has_stepped = False
 
     @property
     def was_kept(self) -> bool:
@@ -150,31 +131,6 @@ class WatchedGradient:
         return change_of(values_of(bits).cpu(), values_of(now).cpu()) is not Change.OTHER
 
 
-def is_plain(tensor: Tensor) -> bool:
+def has_plain_class(tensor: Tensor) -> bool:
     """Whether this is torch's own class: another one may have its elements elsewhere, or on several ranks."""
     return type(tensor) in (Tensor, nn.Parameter)
-
-
-def sample_of(tensor: Tensor) -> Sample:
-    """Return a copy of some elements, at most 64, of a dense tensor. The host does not wait."""
-    if tensor.is_cpu and tensor.is_contiguous():  # ten times as fast as a copy by torch
-        nbytes = min(tensor.nbytes, ELEMENTS * tensor.itemsize)
-        return Sample(string_at(tensor.data_ptr(), nbytes), tensor.dtype)
-    flat = tensor.detach().flatten()
-    return Sample(flat[:: max(1, flat.numel() // ELEMENTS)][:ELEMENTS].clone(), tensor.dtype)
-
-
-def values_of(sample: Sample) -> Tensor:
-    """Return the elements, [at most 64], of a sample, on the device of its tensor."""
-    memory, dtype = sample
-    return memory if isinstance(memory, Tensor) else torch.frombuffer(bytearray(memory), dtype=dtype)
-
-
-def are_comparable(before: Sample, now: Sample) -> bool:
-    """Whether two samples of a tensor have as many elements, of one dtype, on one device."""
-    if before.dtype is not now.dtype or len(before.memory) != len(now.memory):
-        return False
-    if type(before.memory) is bytes and type(now.memory) is bytes:
-        return True
-    devices = {each.memory.device.type if isinstance(each.memory, Tensor) else "cpu" for each in (before, now)}
-    return len(devices) == 1

@@ -26,6 +26,7 @@ __all__ = ["DUE", "CallWeights"]
 
 HASHED, DUE = 1 << BITS, 2 << BITS  # of what a rank says: whether it has one, and whether it is to be examined
 
+UNCHANGED: Any = SimpleNamespace(looks=0)  # the parameters of a call stay the same
 WORDS = Phrases(
     "the call of fused_allreduce_gradients()",
     "send the weights of one rank to all, as torch.distributed.broadcast does",
@@ -49,7 +50,7 @@ class CallWeights(Watcher):
         self._living: dict[int, Tensor] = {}  # the parameters by id, while something is done with them
         self._optimizers: WeakSet[Optimizer] = WeakSet()  # those that step some of them
         made_of = dict(tensors)
-        self._check = WeightsCheck(lambda: made_of, lambda: 0, group, level="warn", words=WORDS, hold=self._hold)
+        self._check = WeightsCheck(lambda: made_of, UNCHANGED, group, level="warn", words=WORDS, hold=self._hold)
         self._check.compare_in(self._compared, self._calls)
         self._check.prepare()
         made_of.clear()
@@ -66,10 +67,6 @@ class CallWeights(Watcher):
             yield
         finally:
             self._living.clear()
-
-    def before_step(self, optimizer: Optimizer) -> None:
-        """As `Watcher.before_step`."""
-        self._check.before_step(optimizer)
 
     def after_step(self, optimizer: Optimizer) -> None:
         """As `Watcher.after_step`: hash the parameters that the optimizers hold."""

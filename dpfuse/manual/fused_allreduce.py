@@ -39,7 +39,7 @@ from dpfuse.manual.gradient_spec import spec_of_gradient
 from dpfuse.manual.plan import check_bucket_size, plan_in_order
 from dpfuse.model.agreement import prepare_group
 from dpfuse.stopping import request
-from dpfuse.weights.left_alone import are_left_alone
+from dpfuse.weights.uncompared import are_uncompared
 
 __all__ = ["fused_allreduce_gradients"]
 
@@ -305,7 +305,7 @@ class _Prepared:
         )
         buckets = assembly.make(plan_in_order(self._specs, options.bucket_size), self.params)
         names = [spec.name for spec in self._specs]
-        alone = are_left_alone(self.params)
+        alone = are_uncompared(self.params)
         return buckets, None if alone else CallWeights(dict(zip(names, self.params, strict=True)), group)
 
     def average(self, group: dist.ProcessGroup) -> None:

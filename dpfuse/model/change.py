@@ -67,4 +67,5 @@ def decline(group: dist.ProcessGroup, *, out_of_memory: bool) -> bool:
 def _digest(tensor: Tensor) -> str:
     """A short hash of the values, the same for the same bits; of a DTensor, of the part of this rank."""
     data = local_of(tensor).detach().contiguous().reshape(-1).view(torch.uint8).cpu()
+    # 64 bits: values are compared only once, so values that differ under one hash would never be noticed.
     return hashlib.sha256(data.numpy().data).hexdigest()[:16]

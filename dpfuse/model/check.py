@@ -20,11 +20,11 @@ from dpfuse.engine.inner_tensors import attributes_of, inner_tensors, memory_of,
 from dpfuse.engine.local_part import leaf_of, local_of
 from dpfuse.engine.param_spec import describe_parameters, grad_dtype_of
 from dpfuse.engine.plan import DEFAULT_SIZE, BucketPlan, plan_buckets
+from dpfuse.engine.tensor_hash import hash_of, joined
 from dpfuse.engine.user_line import warn_at_user
 from dpfuse.model.divided import check_divided, words_of_division
 from dpfuse.model.plan_file import fitted, given_plan, plan_digest
 from dpfuse.version import __version__
-from dpfuse.weights.host_hash import folded, hash_of_memory
 
 if TYPE_CHECKING:
     from dpfuse.model.options import SyncOptions
@@ -287,13 +287,13 @@ def hashes_of_attributes(tensor: Tensor, sent: Collection[int] = ()) -> dict[str
     for path, attribute in attributes_of(tensor).items():
         parts = [part for part in readable_parts(attribute) if not part.is_meta]
         if parts and parts[0].untyped_storage().data_ptr() not in sent:
-            found[path] = folded([bits_of(part) for part in parts])
+            found[path] = int(joined(bits_of(part) for part in parts))
     return found
 
 
 def bits_of(memory: Tensor) -> int:
     """The hash of the bits of a tensor with memory."""
-    return hash_of_memory(memory.detach().resolve_conj().resolve_neg().cpu().contiguous().view(-1), 0)
+    return int(hash_of(memory.detach().cpu()))
 
 
 def describe_buffers(module: nn.Module, options: SyncOptions, *, saved: bool) -> list[str]:

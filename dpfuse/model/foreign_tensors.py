@@ -16,9 +16,9 @@ from torch import Tensor
 from dpfuse.comm import collective, votes
 from dpfuse.comm.flat_broadcast import broadcast_flat
 from dpfuse.engine.inner_tensors import has_memory, inner_tensors, memories_of, memory_of, readable_parts
+from dpfuse.engine.tensor_hash import joined
 from dpfuse.errors import DPFuseError
 from dpfuse.model.check import bits_of, hashes_of_attributes, memory_facts
-from dpfuse.weights.host_hash import folded
 
 __all__ = ["send_foreign"]
 
@@ -105,5 +105,5 @@ def _state_of(tensor: Tensor) -> int:
     with suppress(Exception):  # whatever a class raises: then the ranks do not have the same hash, or none
         hashes = [*hashes_of_attributes(tensor).values()]
         hashes = hashes or [bits_of(each) for each in readable_parts(tensor) or [_values_of(tensor)]]
-        return folded(hashes)
+        return int(joined(hashes))
     return UNKNOWN

@@ -15,16 +15,16 @@ from torch.optim import Optimizer
 
 from dpfuse.arguments import integer
 from dpfuse.comm import collective
-from dpfuse.data.seeds import seed_by
 from dpfuse.engine.feature import Engine, Feature
 from dpfuse.engine.inner_tensors import memory_of
 from dpfuse.engine.micro_batches import MicroBatches
+from dpfuse.engine.random_states import seed_by
 from dpfuse.engine.report_layout import Field
 from dpfuse.engine.sync_decision import Window
+from dpfuse.engine.tensor_hash import joined
 from dpfuse.errors import DPFuseError
 from dpfuse.model.buffers import travelling_parts
 from dpfuse.model.check import bits_of
-from dpfuse.weights.host_hash import folded
 
 __all__ = ["MicroLoop", "common_seed", "refuse_without_group", "set_threads"]
 
@@ -351,7 +351,7 @@ class MicroLoop(Feature):
 
 def _hash_of(buffer: Tensor) -> int:
     """Return the hash of the bits of a buffer, which is 0 where they cannot be read."""
-    return folded([bits_of(memory_of(part)) for part in travelling_parts(buffer).values()])
+    return int(joined(bits_of(memory_of(part)) for part in travelling_parts(buffer).values()))
 
 
 def refuse_without_group(count: int) -> None:

@@ -12,14 +12,15 @@ from torch import nn
 
 from dpfuse.comm import votes
 from dpfuse.comm.completion import let_threads_finish_at_exit
-from dpfuse.comm.waiting import LOSS, board_of
+from dpfuse.comm.waiting import LOSS, Board, board_of
+from dpfuse.engine.bucket_set import names_of
 from dpfuse.engine.events import Inputs, Watcher
 from dpfuse.engine.exchanges.comm_hook import CommHook
 from dpfuse.engine.feature import Feature
 from dpfuse.engine.feeds.accumulating import refuse_accumulated
 from dpfuse.engine.inner_tensors import has_memory, inner_tensors
 from dpfuse.engine.listening import Wrap
-from dpfuse.engine.local_part import LocalPart, is_divided
+from dpfuse.engine.local_part import LocalPart, is_divided, leaf_of
 from dpfuse.engine.micro_batches import MicroBatches
 from dpfuse.engine.param_spec import grad_dtype_of
 from dpfuse.engine.phase import ABANDONED, IDLE, RESTING
@@ -35,9 +36,10 @@ from dpfuse.gradients.finite import FiniteCheck
 from dpfuse.gradients.loss_scale_and_weight import GradientFactors
 from dpfuse.gradients.norm import GradientReader, Measurable, refuse_running
 from dpfuse.loop.group_of_one import tell_of_group
+from dpfuse.loop.journal import Journal
 from dpfuse.loop.loop_check import LoopCheck
+from dpfuse.loop.record import Record
 from dpfuse.measure.metrics import Metrics
-from dpfuse.measure.phase_times import PhaseTimes
 from dpfuse.model.agreement import send_tensors
 from dpfuse.model.buffer_schedule import BufferSchedule
 from dpfuse.model.buffers import BufferKind, BufferSync
@@ -52,7 +54,7 @@ from dpfuse.stopping.mesh_groups import groups_around
 from dpfuse.stopping.request import StopRequest
 from dpfuse.stopping.wish import StopReason
 from dpfuse.weights.check import WeightsCheck
-from dpfuse.weights.left_alone import leave_alone
+from dpfuse.weights.uncompared import compare_none
 
 __all__ = ["Dividing", "FaceParts", "ModuleSync"]
 
@@ -100,8 +102,8 @@ class ModuleSync:
         buffers: when they are sent.
         weights: compares the weights of the ranks, if that was asked for.
         loop: looks at the training loop, if that was asked for.
+        journal: writes down what the training does, if that was asked for.
         metrics: measures synchronised backwards, if that was asked for.
-        phases: times the phases of steps, if that was asked for and there is a heartbeat.
         micro_loop: the loop over a fixed number of micro-batches, if that was asked for.
         stop: asks the ranks to stop together.
         open_window: knows whether gradients have accumulated that no step has used.
@@ -172,25 +174,31 @@ class ModuleSync:
         self.stop = StopRequest(groups)
         self.open_window = OpenWindow(
             self.window,
+            lambda: self.grads.lost.heard,
             lambda: self.grads.params,
             lambda: [*self.grads.reducer.accumulation.feeds.values()],
         )
         watchers += [self.stop, self.open_window]
-        self.phases: PhaseTimes | None = None
         self.weights: WeightsCheck | None = None
         self.loop: LoopCheck | None = None
-        board, level = board_of(group), options.common["check_training"]
+        self.journal: Journal | None = None
+        self._timed_on: Board | None = None  # where the heartbeat finds the times of steps
+        level = options.common["check_training"]
         if level != "off":
-            if board is not None and board.heartbeat is not None:
-                self.phases = PhaseTimes(board)
-                watchers.append(self.phases)
             tell_of_group(group)
+            board = board_of(group)
+            self._timed_on = None if board is None or board.heartbeat is None else board
+            record = Record(
+                lambda: dict(zip(names_of(self.grads.plan), map(leaf_of, self.grads.params), strict=True)), group, level
+            )
             if group.size() > 1:
-                self.weights = WeightsCheck(
-                    lambda: tensors_of(module, options)[0], lambda: signature.looks, group, level=level
-                )
-                self.loop = LoopCheck(module, group.rank(), self.weights.suspect, level)
-                watchers += [self.loop, self.weights]  # the weights last, since they may raise in `delivered`
+                self.weights = WeightsCheck(lambda: tensors_of(module, options)[0], signature, group, level=level)
+                self.loop = LoopCheck(module, record, self.weights.suspect)
+                watchers.append(self.loop)
+            if self.loop is not None or self._timed_on is not None:
+                self.journal = Journal(module, record, self._timed_on, self.loop)
+                watchers.append(self.journal)
+            watchers += [] if self.weights is None else [self.weights]  # the last: they may raise in `delivered`
         self.grads = GradSync(
             plan,
             params,
@@ -203,7 +211,7 @@ class ModuleSync:
         )
         self.grads.order.complete = WeakMethod(self._complete_failed)
         if level == "off":
-            leave_alone(self.grads.listening.hooks)  # also where its parameters are averaged by hand
+            compare_none(self.grads.listening.hooks)  # also where its parameters are averaged by hand
         let_threads_finish_at_exit()
         self._plan_residuals()
         self._follower = ModuleFollower(
@@ -349,8 +357,7 @@ class ModuleSync:
     @property
     def late_ranks(self) -> dict[str, float]:
         """Numbers of the ranks that are late in each step, on the first rank; empty as long as none is known to be."""
-        board = None if self.phases is None else board_of(self.grads.group)
-        return {} if board is None else board.late
+        return {} if self._timed_on is None else self._timed_on.late
 
     def weigh(self, weight: Any, reduction: Any) -> None:
         """As `set_gradient_weight` of the wrapper."""
@@ -396,6 +403,8 @@ class ModuleSync:
     def shadow_backward(self) -> None:
         """As that of `GradSync`."""
         self.attach_factors()  # the others may give weights
+        if self.weights is not None:
+            self.weights.without_inputs()
         self.grads.shadow_backward()
 
     def set_hook(self, hook: CommHook) -> None:

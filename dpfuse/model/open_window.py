@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.optim import Optimizer
 
 from dpfuse.engine.events import Watcher
 from dpfuse.engine.feeds.accumulating import Accumulating
@@ -22,6 +21,8 @@ class OpenWindow(Watcher):
     what it does not use. Where no step of an optimizer of torch was ever heard, nothing is said.
 
     Args:
+        window: of the model.
+        steps: returns how many steps of any optimizer were heard.
         params: returns the parameters whose gradients are averaged.
         feeds: returns what holds gradients in place of `.grad`.
     """
@@ -29,26 +30,25 @@ class OpenWindow(Watcher):
     def __init__(
         self,
         window: Window,
+        steps: Callable[[], int],
         params: Callable[[], Sequence[Tensor]],
         feeds: Callable[[], Sequence[Accumulating]],
     ) -> None:
         self._window = window
+        self._steps = steps
+        self._added_at = 0  # how many there were when a backward last added to gradients without averaging
         self._params = params
         self._feeds = feeds
-        self._accumulates = False
-        self._heard = False  # whether an optimizer has stepped
 
     def local_backward_ended(self, *, added: bool) -> None:
         """As `Watcher.local_backward_ended`."""
-        self._accumulates |= added
-
-    def after_step(self, optimizer: Optimizer) -> None:
-        """As `Watcher.after_step`."""
-        self._accumulates, self._heard = False, True
+        if added:
+            self._added_at = self._steps()
 
     def holds_gradients(self) -> bool:
         """Whether a window is open, and its gradients are not zero."""
-        if not (self._heard and self._accumulates and self._window.is_open):
+        steps = self._steps()
+        if not (steps and steps == self._added_at and self._window.is_open):
             return False
         params = self._params()
         ids = set(map(id, params))

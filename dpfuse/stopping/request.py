@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch.distributed as dist
@@ -11,7 +12,7 @@ from dpfuse.comm.collective import resolve_group
 from dpfuse.engine.feature import Engine, Feature
 from dpfuse.engine.report_layout import Question
 from dpfuse.errors import DPFuseError
-from dpfuse.stopping.deadline import DeadlineWatch
+from dpfuse.stopping.deadline import DeadlineWatch, deadline
 from dpfuse.stopping.mesh_groups import MeshGroups
 from dpfuse.stopping.wish import StopReason, cut, reason_of, wish
 
@@ -51,7 +52,7 @@ class StopRequest(Feature):
 
     def backward_begins(self, *, sync: bool, announced: bool) -> None:
         """As `Watcher.backward_begins`: ask from this backward on, if this process or another group wishes it."""
-        if sync:
+        if sync and (deadline.launcher or deadline.end != inf):  # nearly never, so it is no call
             self._deadline.look()
         if self._heard is not None or self._coming is not None or self._question.asks:
             return

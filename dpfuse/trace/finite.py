@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from dpfuse.trace.rescaling import is_plain
-from dpfuse.trace.tensor_hash import read
+from dpfuse.engine.sample import is_dense
+from dpfuse.engine.tensor_hash import read
 from dpfuse.trace.trace_file import NOT_FINITE, SKIPPED, STEPPED, WEIGHTS
 
 __all__ = ["FiniteLook", "Look", "is_finite", "is_left_out"]
@@ -72,7 +72,7 @@ def is_finite(tensor: Tensor) -> bool | Tensor:
     values = tensor.detach()
     if values.layout is torch.sparse_coo:
         values = values._values()
-    if values.dtype not in NUMBERS or not is_plain(values) or not values.numel():
+    if values.dtype not in NUMBERS or not is_dense(values) or not values.numel():
         return True
     if values.is_complex():
         values = torch.view_as_real(values)

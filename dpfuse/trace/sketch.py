@@ -7,7 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from dpfuse.trace.tensor_hash import inner_tensors
+from dpfuse.engine.tensor_hash import parts_of_class
 
 __all__ = ["signed_sum"]
 
@@ -35,9 +35,9 @@ def signed_sum(tensor: Tensor) -> Tensor:
     Source: the sketch of Alon, Matias and Szegedy, "The space complexity of approximating the frequency
     moments" (1996).
     """
-    inner = inner_tensors(tensor)
-    if inner is not None:
-        return sum((signed_sum(each) for each in inner), torch.zeros((), dtype=torch.float64, device=tensor.device))
+    parts = parts_of_class(tensor)
+    if parts is not None:
+        return sum((signed_sum(each) for each in parts), torch.zeros((), dtype=torch.float64, device=tensor.device))
     with torch.no_grad():
         if tensor.layout is torch.sparse_coo:
             return _signed_sum_of_rows(tensor.detach().coalesce())

@@ -16,16 +16,17 @@ from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from dpfuse.engine.plan import BucketPlan
+from dpfuse.engine.random_states import hashes_of_random_state
+from dpfuse.engine.sample import Sample, is_dense, sample_of
+from dpfuse.engine.tensor_hash import NOTHING, Hash, hash_of, hash_of_all, joined, read, text_of
 from dpfuse.engine.torch_private import leave_untraced
 from dpfuse.engine.user_line import user_line
 from dpfuse.trace.finite import FiniteLook, Look, is_finite
 from dpfuse.trace.phases import Phases
 from dpfuse.trace.program_hooks import HooksAround, TraceHook
-from dpfuse.trace.random_state import random_states
-from dpfuse.trace.rescaling import Pair, is_plain, rescaled, sample_of
+from dpfuse.trace.rescaling import Pair, rescaled
 from dpfuse.trace.settings import process_settings
 from dpfuse.trace.sketch import signed_sum
-from dpfuse.trace.tensor_hash import NOTHING, Hash, hash_of, hash_of_all, read, text_of
 from dpfuse.trace.trace_file import (
     BEFORE_STEP,
     CALLS,
@@ -64,7 +65,7 @@ class _Traced:
         self.small_first = sorted(self.params, key=Tensor.numel)
         self.written: list[list[str]] | None = None  # the buckets in the file
         self.used: set[int] = set()  # parameters that have got a gradient
-        self.samples: dict[int, Tensor] = {}  # of what the last backward since a step has left in `.grad`
+        self.samples: dict[int, Sample] = {}  # of what the last backward since a step has left in `.grad`
         self.begin()
 
     def begin(self) -> None:
@@ -73,7 +74,7 @@ class _Traced:
         self.behind: list[Hash] = [*self.local]  # of them after hooks of the program, where it has some
         self.rewritten: list[Hash] = [*self.local]  # what such hooks have made of `.grad`; 0 where it is as before
         self.held: list[Hash] | None = None  # what `.grad` held when it reached this model, if it has: see `in_grad`
-        self.pairs: list[Pair] = []  # elements of `.grad` after the last backward, and as this one begins
+        self.pairs: list[Pair] = []  # samples of `.grad` after the last backward, and as this one begins
         self.looks: list[Look] = []  # at these gradients, whether they are finite
 
     def reached(self, deep: bool) -> None:
@@ -81,7 +82,9 @@ class _Traced:
         self.held = self.in_grad()
         grads = [(place, sample, self.params[place].grad) for place, sample in self.samples.items()] if deep else []
         self.pairs = [
-            Pair(place, sample, sample_of(grad)) for place, sample, grad in grads if grad is not None and is_plain(grad)
+            Pair(place, sample, sample_of(grad, spread=True))
+            for place, sample, grad in grads
+            if grad is not None and is_dense(grad)
         ]
 
     def in_grad(self) -> list[Hash]:
@@ -102,7 +105,9 @@ class _Traced:
     def sample(self) -> None:
         """Copy a few elements of each gradient."""
         grads = ((place, param.grad) for place, param in enumerate(self.params))
-        self.samples = {place: sample_of(grad) for place, grad in grads if grad is not None and is_plain(grad)}
+        self.samples = {
+            place: sample_of(grad, spread=True) for place, grad in grads if grad is not None and is_dense(grad)
+        }
 
     def buffer_hashes(self) -> list[Hash]:
         """Return the hashes of the buffers that there were at first."""
@@ -240,7 +245,7 @@ class Tracer:
         self._gradients: list[HooksAround] = []
         self._hooks: list[RemovableHandle] = []
         self._file = Writer(folder, rank)
-        self._file.write("settings", {**process_settings(), "random": random_states()})
+        self._file.write("settings", {**process_settings(), "random": hashes_of_random_state()})
 
     def add(self, wrapper: nn.Module) -> None:
         """Trace a model that was wrapped just now.
@@ -269,7 +274,7 @@ class Tracer:
                 "shapes": [list(param.shape) for param in traced.params],
                 "dtypes": [str(param.dtype) for param in traced.params],
                 "buffers": traced.buffer_names,
-                "random": random_states(),
+                "random": hashes_of_random_state(),
                 "parameters": text_of(read([hash_of(param) for param in traced.params])),
                 RANKS: _ranks_of(wrapper),
             }
@@ -292,7 +297,7 @@ class Tracer:
                 "model": traced.number,
                 "training": _inside(wrapper).training,
                 "context": context,
-                "random": random_states(),
+                "random": hashes_of_random_state(),
                 "inputs": hash_of_all([args, kwargs]),
             }
             if self.deep and not self._in_step:
@@ -352,7 +357,7 @@ class Tracer:
                 if self.deep:
                     line.setdefault("averaged", {})[number] = averaged
                 else:
-                    line.setdefault("all_averaged", {})[number] = _hash_of_hashes(averaged)
+                    line.setdefault("all_averaged", {})[number] = joined(averaged)
             else:
                 line.setdefault(LEFT, {})[number] = traced.in_grad()
         self.phases.enter("outside")
@@ -387,7 +392,7 @@ class Tracer:
         if self.deep:
             line |= {"stepped": self._stepped, BEFORE_STEP: self._before_step, "parameters": params}
         else:
-            line["all_parameters"] = _hash_of_hashes(params)
+            line["all_parameters"] = joined(params)
         if self._sketch:
             line["sketch"] = [signed_sum(param) for param in params_of(optimizer)]
             if self.deep:
@@ -517,7 +522,7 @@ def _do_nothing(*_: Any) -> None:
 
 def _is_not_zero(grad: Tensor) -> Hash:
     """Return 1 for a gradient that is not zero everywhere, or that is not plain; 0 for zeros."""
-    if not is_plain(grad):
+    if not is_dense(grad):
         return 1
     return int(grad.any()) if grad.is_cpu else grad.any().long()
 
@@ -546,14 +551,6 @@ def _settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, Tensor) and value.numel() == 1
-
-
-def _hash_of_hashes(hashes: Sequence[Hash]) -> Hash:
-    """Return one number for several."""
-    waiting = [number for number in hashes if isinstance(number, Tensor)]
-    if not waiting:
-        return hash_of(torch.tensor([int(number) for number in hashes], dtype=torch.int64, device="cpu"))
-    return hash_of(torch.stack([torch.as_tensor(number, device=waiting[0].device) for number in hashes]))
 
 
 def _resolved(line: dict[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from time import perf_counter
 
 import torch
 import torch.distributed as dist
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from dpfuse.arguments import instance, integer
 from dpfuse.comm import collective, votes
 from dpfuse.comm.waiting import NO_LIMIT
+from dpfuse.engine.moments import now, seconds_between
 from dpfuse.errors import DPFuseError
 from dpfuse.tune.cost import CostTable
 
@@ -75,14 +75,8 @@ def measure_all_reduce(
 
 
 def _time(flat: torch.Tensor, group: dist.ProcessGroup) -> float:
-    if not flat.is_cuda:
-        begin = perf_counter()
-        collective.all_reduce(flat, group).wait(NO_LIMIT)
-        return perf_counter() - begin
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize()
-    start.record()
+    if flat.is_cuda:
+        torch.cuda.synchronize()
+    begin = now(on_gpu=flat.is_cuda)
     collective.all_reduce(flat, group).wait(NO_LIMIT)
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) / 1000
+    return seconds_between(begin, now(on_gpu=flat.is_cuda))

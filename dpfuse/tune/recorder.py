@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from dpfuse.comm import collective
 from dpfuse.engine import listening
 from dpfuse.engine.averaging import UNCHANGED, Wire
 from dpfuse.engine.feature import Engine
+from dpfuse.engine.moments import Moment, now, seconds_between
 from dpfuse.engine.plan import BucketPlan
 from dpfuse.errors import DPFuseError
 from dpfuse.tune.timeline import Timeline
@@ -24,15 +24,14 @@ from dpfuse.tune.timeline import Timeline
 __all__ = ["BackwardRecorder", "timeline_of"]
 
 Times = NDArray[np.float64]
-Stamp = Any  # a float of perf_counter, or a CUDA event
 
 
 @dataclass
 class _Backward:
-    begin: Stamp
-    ready: dict[int, Stamp] = field(default_factory=dict)  # by parameter; the last time if it fired several times
-    end: Stamp = None
-    delivered: Stamp = None  # all gradients are averaged
+    begin: Moment
+    ready: dict[int, Moment] = field(default_factory=dict)  # by parameter; the last time if it fired several times
+    end: Moment | None = None
+    delivered: Moment | None = None  # all gradients are averaged
 
 
 class BackwardRecorder(listening.ReadyRecorder):
@@ -44,9 +43,9 @@ class BackwardRecorder(listening.ReadyRecorder):
 
     _engine: Engine
 
-    def __init__(self, count: int, *, on_cuda: bool, after: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, count: int, *, on_gpu: bool, after: Callable[[], None] = lambda: None) -> None:
         self._count = count
-        self._on_cuda = on_cuda
+        self._on_gpu = on_gpu
         self._skip = 0
         self._after = after
         self._backward: _Backward | None = None
@@ -75,12 +74,12 @@ class BackwardRecorder(listening.ReadyRecorder):
 
     def backward_begins(self, *, sync: bool, announced: bool) -> None:
         """Record the begin of a backward."""
-        self._backward = _Backward(self._now())
+        self._backward = _Backward(now(on_gpu=self._on_gpu))
 
     def backward_ended(self) -> None:
         """Record the end of the outermost backward."""
         if self._backward is not None:
-            self._backward.end = self._now()
+            self._backward.end = now(on_gpu=self._on_gpu)
 
     def local_backward_ended(self, *, added: bool) -> None:
         """Drop a backward that is not synchronised."""
@@ -92,7 +91,7 @@ class BackwardRecorder(listening.ReadyRecorder):
         if backward is None or self._engine.without_inputs:
             self._keep(None)
             return
-        backward.delivered = self._now()
+        backward.delivered = now(on_gpu=self._on_gpu)
         self._keep(backward)
 
     def gather(self, group: dist.ProcessGroup) -> Times:
@@ -120,7 +119,7 @@ class BackwardRecorder(listening.ReadyRecorder):
     def _row(self, one: _Backward) -> list[float]:
         """Return the seconds to each parameter's ready mark (NaN without one), to the end and to delivery."""
         stamps = [*(one.ready.get(index) for index in range(self._count)), one.end, one.delivered]
-        return [self._seconds(one.begin, stamp) for stamp in stamps]
+        return [_seconds(one.begin, stamp) for stamp in stamps]
 
     def _keep(self, backward: _Backward | None) -> None:
         if self._skip:
@@ -133,28 +132,18 @@ class BackwardRecorder(listening.ReadyRecorder):
         """A ready hook of that parameter that notes the time, then calls `hook`."""
 
         def mark_ready(param: Any) -> None:
-            now = self._now()
+            marked = now(on_gpu=self._on_gpu)
             hook(param)  # may open the backward
             if self._backward is not None:
-                self._backward.ready[index] = now
+                self._backward.ready[index] = marked
 
         return mark_ready
 
-    def _now(self) -> Stamp:
-        if not self._on_cuda:
-            return perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
 
-    def _seconds(self, begin: Stamp, end: Stamp | None) -> float:
-        if end is None:
-            return math.nan
-        if not self._on_cuda:
-            # A ready mark that opens the backward has a time just before the begin.
-            return max(0.0, float(end - begin))
-        end.synchronize()
-        return max(0.0, float(begin.elapsed_time(end)) / 1000)
+def _seconds(begin: Moment, end: Moment | None) -> float:
+    if end is None:
+        return math.nan
+    return max(0.0, seconds_between(begin, end))  # a ready mark that opens the backward comes just before its begin
 
 
 def timeline_of(times: Times, plan: BucketPlan, wire: Wire = UNCHANGED) -> Timeline:

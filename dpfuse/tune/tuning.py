@@ -192,7 +192,7 @@ class _Tuner:
         self._old: BucketPlan | None = None  # the old plan, while the new one is tried
         self._on_cuda = any(spec.device.startswith("cuda") for spec in sync.grads.plan.specs)
         count = len(sync.grads.plan.specs)
-        self._recorder = BackwardRecorder(count, on_cuda=self._on_cuda, after=self._after_backward)
+        self._recorder = BackwardRecorder(count, on_gpu=self._on_cuda, after=self._after_backward)
         sync.grads.record(self._recorder)
 
     def _after_backward(self) -> None:

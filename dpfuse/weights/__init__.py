@@ -1,5 +1,6 @@
 """Are the replicas still equal? Hashes of weights after the optimizer's steps, which the report of backward compares.
 
-`schedule` says what is hashed when, `hashing` hashes. `check` puts a hash into each report and learns where ranks
-differ. `examination` then finds which parameters and ranks, and `finding` says it in words.
+`states` says what follows what, and `check` does it, with `steps` and `backward_begins` (events), `schedule` (what is
+hashed next), `compared_tensors`, `hashing`, `delayed` (what ranks hear), `suspicion` and `false_alarms`. Where ranks
+differ, `differences` finds in what, `differing` keeps what is known, `finding` says it. `uncompared` stands alone.
 """

@@ -6,16 +6,15 @@ the hashes. Where they differ, all ranks hear of it in the same backward. The st
 so does the begin of the backward that follows. In the next averaged one, the ranks exchange these hashes and those of
 that moment. What differs in all three is told.
 
-Only the first step after an average counts. Further ones are made on other gradients, such as those of the inner loop
-of meta-learning, whose steps are taken back.
+`states.TRANSITIONS` says what follows what. This file tells it what has happened, and does what it says.
 """
 
 from __future__ import annotations
 
 import atexit
 import logging
-from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple, Protocol
 from weakref import WeakSet, ref
@@ -26,27 +25,53 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dpfuse.comm import collective
-from dpfuse.engine.comm_buffer import CommBuffer, dense_stride
+from dpfuse.engine.comm_buffer import CommBuffer
 from dpfuse.engine.feature import Engine, Feature
-from dpfuse.engine.inner_tensors import memories_of
-from dpfuse.engine.local_part import LocalPart, leaf_of
-from dpfuse.engine.phase import IDLE, Phase
+from dpfuse.engine.phase import ABANDONED, IDLE, LOCAL, Phase
 from dpfuse.engine.plan import Bucket
 from dpfuse.engine.protocols import PackStep
 from dpfuse.engine.report import Compared, Report
 from dpfuse.engine.report_layout import Question, ReportPlace
 from dpfuse.engine.streams import capturing
-from dpfuse.findings import OTHER_TENSORS, REST, WEIGHTS, Level, findings, say
-from dpfuse.weights.examination import Differences, compare, measure
-from dpfuse.weights.finding import OF_BACKWARDS, Drift, Phrases, tell_other_tensors
+from dpfuse.findings import OTHER_TENSORS, REST, Level, findings, say
+from dpfuse.weights.backward_begins import BackwardBegins
+from dpfuse.weights.compared_tensors import ComparedTensors, Model
+from dpfuse.weights.delayed import Delayed, Echo
+from dpfuse.weights.differences import compare
+from dpfuse.weights.differing import Differing, Examined, Told
+from dpfuse.weights.false_alarms import FalseAlarms
+from dpfuse.weights.finding import OF_BACKWARDS, Phrases, tell_other_tensors
 from dpfuse.weights.hashing import Hashing, Hold
+from dpfuse.weights.schedule import LastEqual, SliceSchedule
+from dpfuse.weights.states import (
+    AVERAGED,
+    AWAITED,
+    BACKWARD,
+    DIFFERENT,
+    EMPTY_STEP,
+    EXAMINATION,
+    FIRST,
+    HASHED_AFTER,
+    LOOK_DUE,
+    NO_INPUTS,
+    NOTHING,
+    OFF,
+    OUTER_STEP,
+    STEP,
+    SUSPECTED,
+    SYNCHRONIZED,
+    TRANSITIONS,
+    TURNED_OFF,
+    Action,
+    Event,
+)
+from dpfuse.weights.steps import RunningSteps, Steps
+from dpfuse.weights.suspicion import Suspicion
 from dpfuse_kernels.bit_hash import BITS
 
 __all__ = ["WeightsCheck"]
 
 LOOK_AGAIN = 64  # averaged backwards after which known differences are looked at again: they may have ended
-FALSE_ALARMS = 3  # differences in a row that had ended a step later, after which a program is left alone
-IN_A_ROW = 200  # averaged backwards between two of them, at most
 
 log = logging.getLogger("dpfuse.weights")
 
@@ -67,10 +92,16 @@ class Averages(Protocol):
         """Whether this rank only takes part."""
 
 
-class _Memory(NamedTuple):
-    memory: Tensor  # of the parameter, or of what has its values
-    param: Tensor
-    path: str  # of attributes, from one to the other
+class _Hashes(NamedTuple):
+    """The hash of each parameter, [tensors], at the moments before an examination; None at those that it has missed."""
+
+    after_step: Tensor | None = None
+    before_backward: Tensor | None = None
+
+
+class _Slice(NamedTuple):
+    number: int
+    backward: int  # the averaged one after which it was hashed
 
 
 class WeightsCheck(Feature):
@@ -78,106 +109,103 @@ class WeightsCheck(Feature):
 
     Args:
         tensors: returns the parameters to compare, by name.
-        version: returns a number that changes where `tensors` may return others.
+        model: knows where `tensors` may return others.
         group: the ranks.
         level: what becomes of a finding.
         words: for the messages.
         hold: how the hashing refers to the parameters; see `Hashing`.
 
     Attributes:
-        known: parameters that are known to differ, by name; each with the averaged backward of which that is known.
         question: what differs. A rank that has seen a difference asks.
         off: why weights are not compared any more; empty while they are.
     """
 
     _averages: Averages
     _place: ReportPlace
+    _report: Compared
 
     def __init__(
         self,
         tensors: Callable[[], Mapping[str, Tensor]],
-        version: Callable[[], int],
+        model: Model,
         group: dist.ProcessGroup,
         *,
         level: Level,
         words: Phrases = OF_BACKWARDS,
         hold: Hold | None = None,
     ) -> None:
-        self.known: dict[str, int] = {}
-        self.off = ""
         self.question = Question("weights", self._answer)
-        self._suspicion = Question("weights that a rank suspects", self._examine_soon)
-        self._suspected = False  # whether a rank has, so that the next examination tells
-        self._cause = ""  # what this rank has seen
-        self._tensors = tensors
-        self._version = version
+        self.off = ""
         self._group = group
-        self._level = level
-        self._words = words
-        self._hold = hold
-        # Returns the parameters whose gradients are averaged; None: all of them, as without an engine.
-        self._planned: Callable[[], Sequence[Tensor]] | None = None
-        self._meant: set[str] = set()  # of the known ones, those that may be meant so
-        # When the model was wrapped, the ranks have compared them.
-        self._strides = {name: dense_stride(each.memory) for name, each in self._memories().items()}
-        self._common = set(self._strides)  # names that all ranks have, as far as is known
-        self._report: Compared | None = None
-        self._hashing: Hashing | None = None
-        self._made_for = -1  # the version for which it was made
-        self._ids: set[int] = set()  # of the parameters that are compared
-        # Of each optimizer, the number of its groups, and whether it steps a parameter that is compared.
-        self._owners: dict[ref[Optimizer], tuple[int, bool]] = {}
-        self._turn = 0  # the number of the next slice, over all passes
-        self._empty = 0  # how many slices from the next one on are known to be empty
-        self._hashed_at = -1  # the completed backwards when a slice was last hashed
-        self._stepped_inside = False  # whether an optimizer of this model has stepped inside the backward that runs
-        self._begun: dict[int, int] = {}  # of each optimizer that steps now, by id, the value of that as it began
-        # The slice whose hash the report has, and the averaged backward after which it was hashed.
-        self._slice: tuple[int, int] | None = None
-        self._travelling: deque[tuple[int, int] | None] = deque()  # those whose comparison this rank has not read
-        self._equal: dict[int, int] = {}  # by slice, the last averaged backward after which weights were equal
-        # While an examination is due, the hash of each parameter after the step, and as the next backward began.
-        self._after_step: Tensor | None = None
-        self._before_backward: Tensor | None = None
+        self._state = FIRST
+        self._averaged = 0  # averages that this rank has heard of
+        self._tensors = ComparedTensors(tensors, model, hold)
+        self._schedule = SliceSchedule()
+        self._sent: Delayed[_Slice] = Delayed()
+        self._last_equal = LastEqual()
+        self._steps = Steps()
+        self._begins = BackwardBegins(self._backward_begins)
+        self._echo = Echo()
+        self._hashes = _Hashes()
         self._noticed = 0  # the averaged backward in which hashes differed
-        self._ignored = 0  # deliveries whose comparison tells nothing new
-        # Averaged backwards until what ranks hear was asked after the last examination: on a GPU they hear it late.
-        self._older = 0
-        # A code, a text and what becomes of it, to be told once gradients are delivered.
-        self._found: tuple[str, str, Level] | None = None
-        self._false_alarms = 0
-        self._last_alarm = 0  # the averaged backward of the last one
+        self._suspicion = Suspicion(lambda: self._happens(SUSPECTED))
+        self._differing = Differing(self._tensors, group, level, words)
+        self._false_alarms = FalseAlarms()
+        self._found: Told | None = None  # to be told once gradients are delivered
+        self._act: dict[Action, Callable[[], None]] = {
+            Action.PASS_SLICE: self._schedule.pass_one,
+            Action.HASH_SLICE: partial(self._hash, each=False, again=False),
+            Action.HASH_SLICE_AGAIN: partial(self._hash, each=False, again=True),
+            Action.HASH_EACH: partial(self._hash, each=True, again=False),
+            Action.HASH_EACH_AGAIN: partial(self._hash, each=True, again=True),
+            Action.HASH_BEFORE: self._hash_before,
+            Action.HEAR_BEGINS: self._hear_begins_of_steps,
+            Action.ASK: self._ask,
+            Action.NOTICE: self._notice,
+            Action.MAKE_DUE: self._make_due,
+            Action.EXAMINE: self._examine,
+            Action.START_AGAIN: self._start_again,
+            Action.SAY_NOTHING: self._say_nothing,
+        }
         _living.add(self)
+
+    def _happens(self, event: Event) -> None:
+        """Do what follows from an event. Two methods have these lines in them, since a step has no call to spare."""
+        action, self._state = TRANSITIONS[self._state, event]
+        if action is not NOTHING:
+            self._act[action]()
 
     # --- What the engine tells ---
 
     def join(self, engine: Engine) -> None:
         """As `Feature.join`."""
-        self._averages = engine
-        self._planned = lambda: engine.params
+        self._averages, self._begins.events = engine, engine.events
+        self._differing.planned = lambda: engine.params
         self._place = engine.layout.register("hash of the weights", BITS, compared=True)
         engine.layout.ask(self.question)
-        engine.layout.ask(self._suspicion)
+        engine.layout.ask(self._suspicion.question)
 
     def step(self, order: int, bucket: Bucket, buffer: CommBuffer, report: Report | None) -> PackStep | None:
         """As `Feature.step`: take the report that the next backwards send."""
         if report is not None:
-            self._report = report.compared(self._place)
+            self._take(report.compared(self._place))
         return None
 
     def compare_in(self, compared: Compared, averages: Averages) -> None:
         """Write hashes there, and learn from it whether they differ: without an engine."""
-        self._report, self._averages = compared, averages
+        self._averages = averages
+        self._take(compared)
 
-    def backward_begins(self, *, sync: bool, announced: bool) -> None:
-        """As `Watcher.backward_begins`: a rank without inputs makes no steps, so it says nothing of its weights."""
-        self._stepped_inside = False
-        if sync and self._older:
-            self._older -= 1
-        if sync and self._averages.without_inputs:
-            self._say_nothing()
-        if self._after_step is not None and self._before_backward is None:
-            self._try(self._hash_before_backward)
+    def _take(self, report: Compared) -> None:
+        self._report, self._sent.late = report, report.late
+
+    def _backward_begins(self, sync: bool) -> bool:
+        """Act where a backward begins; return whether there may be something to do in the next one, too."""
+        if sync:
+            self._echo.backward_begins()
+        if not self._is_captured():
+            self._happens(BACKWARD)
+        return self._echo.left > 0 or self._state is HASHED_AFTER
 
     def delivered(self) -> None:
         """As `Watcher.delivered`: learn whether the hashes differed, and tell what an examination has found.
@@ -185,141 +213,152 @@ class WeightsCheck(Feature):
         Raises:
             DPFuseError: weights differ, and that is to be an error; on every rank.
         """
-        report, completed = self._report, self._averages.completed
-        assert report is not None
-        late, compared = report.late, self._slice
-        if late:  # the comparison that is known now is that of the backward before
-            self._travelling.append(self._slice)
-            compared = self._travelling.popleft() if len(self._travelling) > 1 else None
-        if self._ignored:
-            self._ignored -= 1
-        elif report.differs:
-            self.question.asks = True  # It is not due: on a GPU a rank whose backward has failed does not know of it.
-            self._noticed = completed - late
-        elif compared is not None:
-            number, hashed_at = compared
-            self._equal[number] = hashed_at
-        if self.known and completed % LOOK_AGAIN == 0:
-            self.question.asks = True
-        if self._stepped_inside:
-            self._try(self._hash_behind_step)
-        self._tell_found()
+        self._averaged += 1
+        event = AVERAGED
+        if self._report.differs or self._sent.moves:
+            event = self._heard()
+        if self._differing.known and event is AVERAGED and self._averages.completed % LOOK_AGAIN == 0:
+            event = LOOK_DUE
+        action, self._state = TRANSITIONS[self._state, event]
+        if action is not NOTHING:
+            self._act[action]()
+        if self._steps.inside:
+            self._steps.inside = False
+            if not self._is_captured():
+                self._happens(STEP)
+        if self._found is not None:
+            self._tell_found()
+
+    def _heard(self) -> Event:
+        """Return what every rank hears now, and note what was equal."""
+        counts, compared = self._sent.delivered()
+        if counts and self._report.differs:
+            self._sent.moves = True  # what every rank hears next may be that the same is equal
+            return DIFFERENT
+        if counts and compared is not None:
+            self._last_equal.note(*compared)
+        return AVERAGED
+
+    def backward_failed(self) -> None:
+        """As `Watcher.backward_failed`: the peers may have the mean, and step, although this rank has not heard it."""
+        self._steps.inside = False
+        if self._averages.completed != self._averaged:
+            self._averaged = self._averages.completed
+            self._happens(AVERAGED)
 
     @property
     def is_expected(self) -> bool:
         """Whether an examination follows, as far as this rank knows."""
         return self.question.due or self.question.asks
 
-    # --- Around a step ---
-
-    def before_step(self, optimizer: Optimizer) -> None:
-        """Note whether weights were hashed since the last average. Other steps may run inside this one."""
-        self._begun[id(optimizer)] = self._hashed_at
+    # --- After a step ---
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """Hash the next slice, or each parameter, after the first step of this model after an average.
+        """As `Watcher.after_step`: tell that an optimizer of this model has stepped.
 
-        After steps inside a backward they are hashed when it is averaged.
+        After steps inside a backward that is told when it is averaged.
         """
-        averages, report, hashed_at = self._averages, self._report, self._begun.pop(id(optimizer), -1)
-        if self.off or report is None:
+        state, phase, steps = self._state, self._averages.phase, self._steps
+        if state is OFF or (state is FIRST and phase is IDLE):
             return
-        completed = averages.completed
-        if averages.phase is not IDLE:
-            self._stepped_inside = self._stepped_inside or self._steps_us(optimizer)
-        elif completed not in (0, hashed_at) and self._steps_us(optimizer):
-            if (
-                self._empty
-                and self._version() == self._made_for
-                and not self.is_expected
-                and completed != self._hashed_at
-            ):
-                self._hashed_at, self._turn, self._empty = completed, self._turn + 1, self._empty - 1
-            else:
-                self._try(self._hash_behind_step)
+        owner = steps.owners.found.get(ref(optimizer))
+        if owner is None or owner.groups != len(optimizer.param_groups):
+            owner = steps.owners.look_at(optimizer, self._ids)
+        if not owner.steps:
+            return
+        if phase is not IDLE:
+            steps.inside = steps.inside or phase not in (LOCAL, ABANDONED)
+            return
+        event = STEP
+        if state is AWAITED and self._schedule.empty and self._tensors.model.looks == self._tensors.made_for:
+            event = EMPTY_STEP
+            if steps.running is not None:
+                steps.running.counted()
+        elif self._is_captured():  # a replay would hash the same slice each time
+            return
+        elif steps.running is not None and steps.running.is_outer(optimizer):
+            event = OUTER_STEP
+        action, self._state = TRANSITIONS[state, event]
+        if action is not NOTHING:
+            self._act[action]()
 
-    def _try(self, act: Callable[[Hashing, Tensor], None]) -> None:
-        """Hash something, if there is anything to hash."""
-        pairs = None if self._report is None else self._report.pairs
-        if self.off or pairs is None or (pairs.is_cuda and capturing()):
-            return  # a replay would hash the same slice each time
-        try:
+    def _ids(self) -> set[int]:
+        self.prepare()
+        return self._tensors.ids
+
+    def _hear_begins_of_steps(self) -> None:
+        """A step has ended after the one that counts. Which began first is not known, so once nothing is compared."""
+        if self._steps.running is None:
+            self._steps.running = RunningSteps()
+            self._say_nothing()
+
+    def _is_captured(self) -> bool:
+        return self._report.pairs.is_cuda and capturing()
+
+    def _hash(self, *, each: bool, again: bool) -> None:
+        with self._or_off():
+            hashing = self.prepare()
+            if hashing is None:
+                return
+            if each:
+                self._hashes = _Hashes(hashing.each())
+                self._begins.hear()
+            if not again:
+                self._schedule.advance()
+            if self._steps.running is not None:
+                self._steps.running.counted()
+            seed, number = self._schedule.place(hashing.slices)
+            if not hashing.is_empty(number):
+                known = self._differing.known
+                but = [place for place, name in enumerate(hashing.names) if name in known] if known else ()
+                hashing.write(number, seed, self._report.pairs, but)
+                self._sent.send(_Slice(number, self._averages.completed))
+            self._schedule.hashed(empty=hashing.empty_behind(number))
+
+    def _hash_before(self) -> None:
+        with self._or_off():
             hashing = self.prepare()
             if hashing is not None:
-                act(hashing, pairs)
+                self._hashes = self._hashes._replace(before_backward=hashing.each())
+
+    @contextmanager
+    def _or_off(self) -> Iterator[None]:
+        """Turn the comparison off if what is hashed inside fails."""
+        try:
+            yield
         except RuntimeError as error:
             # The step itself is done, and a lack of memory passes. A failure of the device does not.
-            if not pairs.is_cpu and not isinstance(error, torch.OutOfMemoryError):
+            if not self._report.pairs.is_cpu and not isinstance(error, torch.OutOfMemoryError):
                 raise
             self.turn_off(f"hashing them has failed: {error}")
 
-    def _hash_before_backward(self, hashing: Hashing, pairs: Tensor) -> None:
-        self._before_backward = hashing.each()
-
-    def _hash_behind_step(self, hashing: Hashing, pairs: Tensor) -> None:
-        completed = self._averages.completed
-        if self.is_expected:
-            self._after_step, self._before_backward = hashing.each(), None
-        if completed != self._hashed_at:  # else the slice is hashed again, since a step has run inside of this one
-            self._hashed_at = completed
-            self._turn += 1
-        seed, number = divmod(self._turn - 1, hashing.slices)
-        if not hashing.is_empty(number):
-            but = [place for place, name in enumerate(hashing.names) if name in self.known] if self.known else ()
-            hashing.write(number, seed, pairs, but)
-            self._slice = number, completed
-        self._empty = hashing.empty_behind(number)
-
-    def _steps_us(self, optimizer: Optimizer) -> bool:
-        count, known = self._owners.get(ref(optimizer), (0, False))
-        if count != len(optimizer.param_groups):
-            self.prepare()
-            params = (param for group in optimizer.param_groups for param in group["params"])
-            known = not self._ids.isdisjoint(map(id, params))
-            self._owners = {each: found for each, found in self._owners.items() if each() is not None}
-            self._owners[ref(optimizer)] = len(optimizer.param_groups), known
-        return known
-
     def prepare(self) -> Hashing | None:
         """Return what hashes the parameters as they are now; None if there are none that can be compared."""
-        version = self._version()
-        if version != self._made_for:
-            assert self._report is not None
-            device = self._report.pairs.device
-            # A frozen module may be added on one rank, such as what it evaluates with. Ranks agree on what is trained.
-            found = self._memories()
-            self._common |= {name for name, each in found.items() if each.param.requires_grad}
-            found = {name: each for name, each in found.items() if name in self._common}
-            kept = {name: each for name, each in found.items() if _is_plain(each.memory, device)}
-            left = [name for name in found if name not in kept]
-            if left and self._made_for < 0:
+        tensors = self._tensors
+        if tensors.model.looks != tensors.made_for:
+            first = tensors.made_for < 0
+            left = tensors.look(self._report.pairs.device)
+            if left and first:
                 self._log(
                     f"weights of {len(left)} parameters are not compared between ranks, {left[0]!r} among them: they "
                     "are divided, wrapped or on another device"
                 )
-            held = {id(each.memory): self._held(each) for each in kept.values()}
-            tensors = {name: each.memory for name, each in kept.items()}
-            self._hashing = Hashing(tensors, self._strides, device, lambda memory: held[id(memory)]) if kept else None
-            self._ids = {id(leaf_of(each.param)) for each in kept.values()}
-            self._made_for, self._empty = version, 0
-            self._equal = {}
-            self._owners.clear()
-        return self._hashing
-
-    def _memories(self) -> dict[str, _Memory]:
-        """Return what is compared, by name."""
-        return {
-            name + path: _Memory(memory, param, path)
-            for name, param in self._tensors().items()
-            for path, memory in memories_of(param).items()
-        }
-
-    def _held(self, each: _Memory) -> Callable[[], Tensor | None]:
-        """Return what finds this memory again: a parameter may have another one inside by then."""
-        param = partial(_itself, each.param) if self._hold is None else self._hold(each.param)
-        return param if each.memory is each.param else partial(_inside, param, each.path)
+            self._schedule.hashed(empty=0)
+            self._last_equal.forget()
+            self._steps.owners.found.clear()
+        return tensors.hashing
 
     # --- Where they differ ---
+
+    @property
+    def known(self) -> dict[str, int]:
+        """Parameters that are known to differ, by name; each with the averaged backward of which that is known."""
+        return self._differing.known
+
+    @property
+    def wrong(self) -> dict[str, int]:
+        """The known parameters without those that a program may mean to differ; as `known`."""
+        return self._differing.wrong
 
     def suspect(self, cause: str) -> bool:
         """Have all ranks examine the weights after a step, since this rank has seen what may make them differ.
@@ -334,7 +373,7 @@ class WeightsCheck(Feature):
         """
         if self.off:
             return False
-        self._suspicion.asks, self._cause = True, cause
+        self._suspicion.begin(cause)
         return True
 
     def settle(self) -> None:
@@ -343,24 +382,21 @@ class WeightsCheck(Feature):
         Raises:
             DPFuseError: weights differ, and that is to be an error; on every rank.
         """
-        row = torch.tensor([self._suspicion.asks or self._suspected], device=collective.group_device(self._group))
+        suspicion = self._suspicion
+        row = torch.tensor([suspicion.question.asks or suspicion.common], device=collective.group_device(self._group))
         if any(bool(other.item()) for other in collective.all_gather(row, self._group)):
-            self._suspicion.asks, self._suspected, self._noticed = False, True, self._averages.completed
+            suspicion.heard()
+            self._noticed = self._averages.completed
             self.examine()
             self._tell_found()
 
     def tell_open(self) -> None:
         """Log what this rank suspects if the ranks have not compared it."""
-        if self._cause and not self.off:
+        cause = self._suspicion.cause
+        if cause and not self.off:
             rank = self._group.rank()
-            text = f"rank {rank}: {self._cause} The program has ended before the ranks could compare their weights."
+            text = f"rank {rank}: {cause} The program has ended before the ranks could compare their weights."
             findings.note(REST, rank, text)
-
-    def _examine_soon(self) -> None:
-        """A rank suspects; every rank has heard of it in this backward."""
-        self._suspicion.asks = False
-        self._suspected = self.question.due = True
-        self._noticed = self._averages.completed + 1
 
     def turn_off(self, reason: str) -> None:
         """Compare weights no more.
@@ -371,145 +407,88 @@ class WeightsCheck(Feature):
         if not self.off:
             self._log(f"weights are not compared between ranks any more: {reason}")
         self.off = reason
-        self._say_nothing()
+        self._happens(TURNED_OFF)
 
-    def _log(self, text: str) -> None:
-        rank = self._group.rank()
-        log.info("rank %d: %s", rank, text, extra={"rank": rank})
+    def synchronized(self) -> None:
+        """Note that all ranks have the same weights again; to be called on every rank."""
+        self._happens(SYNCHRONIZED)
 
-    def _answer(self) -> None:
-        """A rank expects an examination; every rank has heard of it in this backward."""
-        if self._suspected or not self._older:
-            self.examine()
+    def without_inputs(self) -> None:
+        """Note that this rank only takes part in the next backward. It makes no steps, so it says nothing of them."""
+        self._happens(NO_INPUTS)
 
     def examine(self) -> None:
         """Find what differs; to be called on every rank in the backward in which all do so."""
+        self._happens(EXAMINATION)
+
+    def _answer(self) -> None:
+        """A rank expects an examination; every rank has heard of it in this backward."""
+        if self._suspicion.common or not self._echo.left:
+            self.examine()
+
+    def _ask(self) -> None:
+        self.question.asks = True  # It is not due: on a GPU a rank whose backward has failed does not know of it.
+
+    def _notice(self) -> None:
+        self._ask()
+        self._noticed = self._averages.completed - self._report.late
+
+    def _make_due(self) -> None:
+        self._suspicion.heard()
+        self.question.due = True
+        self._noticed = self._averages.completed + 1
+
+    def _examine(self) -> None:
         self.question.due = self.question.asks = False
-        self._older = 2 if self._report is not None and self._report.late else 0
+        self._echo.examined(late=self._report.late)
+        if self._echo.left:
+            self._begins.hear()
         hashing, device = self.prepare(), collective.group_device(self._group)
         takes_part = not (self.off or self._averages.without_inputs)
-        moments = self._after_step, self._before_backward
-        found = compare(hashing, moments, self._turn, self._group, device, takes_part=takes_part)
-        self._turn, self._hashed_at, self._empty = found.turn, -1, 0
-        self._ignored = 1 if self._report is None or not self._report.late else 2
+        hashes, self._hashes = self._hashes, _Hashes()
+        found = compare(hashing, hashes, self._schedule.turn, self._group, device, takes_part=takes_part)
+        self._schedule.go_to(found.turn)
+        self._sent.forget()
         if found.strangers:
-            self._found = OTHER_TENSORS, tell_other_tensors(self._group.rank(), found.strangers), self._level
+            text = tell_other_tensors(self._group.rank(), found.strangers)
+            self._found = OTHER_TENSORS, text, self._differing.level
             self.turn_off("the ranks have other parameters")
         elif hashing is not None:
-            self._learn(hashing, found, device, takes_part=takes_part)
-        self._after_step = self._before_backward = None
+            examined = Examined(found, hashing, hashes.after_step, device, takes_part, self._noticed)
+            learned = self._differing.learn(examined, self._last_equal, self._suspicion.end())
+            if learned.told is not None:
+                self._found = learned.told
+                self._false_alarms.end()
+            elif learned.is_false_alarm and self._false_alarms.count(self._noticed):
+                self.turn_off(
+                    "they differ after the optimizer's step and are equal in the next backward, as in a program that "
+                    "sends them in between"
+                )
         self._say_nothing()
-
-    def _learn(self, hashing: Hashing, found: Differences, device: torch.device, *, takes_part: bool) -> None:
-        names = hashing.names
-        differing = {names[place] for place in found.ever}
-        recovered = [name for name in self.known if name not in differing]
-        for name in recovered:
-            del self.known[name]
-            self._meant.discard(name)
-        new = [place for place in found.always if names[place] not in self.known]
-        suspected, self._suspected = self._suspected, False
-        cause, self._cause = self._cause, ""
-        if not new:
-            self._count_false_alarm(looked_again=suspected or bool(recovered or self.known))
-            return
-        self._false_alarms = 0
-        own = hashing if takes_part else None
-        first = max(self._last_equal(hashing, place) for place in new)
-        apart = measure(own, self._after_step, new, first, self._group, device, suspects=bool(cause))
-        names_now = tuple(names[place] for place in new)
-        frozen = self._are_frozen(names_now)
-        finding = Drift(
-            names=names_now,
-            count=len(names),
-            numels=tuple(hashing.numel(place) for place in new),
-            first=apart.first,
-            last=self._noticed,
-            others=tuple(apart.measured),
-            reference=apart.reference,
-            size=self._group.size(),
-            measured=tuple(apart.measured.values()),
-            measured_count=apart.count,
-            frozen=frozen,
-            words=self._words,
-        )
-        rank = self._group.rank()
-        level: Level = "warn" if self._level == "raise" and finding.may_be_meant else self._level
-        if suspected and not frozen:  # what a rank has added to gradients changes no other parameter
-            self._found = REST, finding.text_of_rest(rank, cause, apart.suspects), level
-        else:
-            self._found = WEIGHTS, finding.text(rank), level
-        self.known |= dict.fromkeys(finding.names, self._noticed)
-        if finding.may_be_meant:
-            self._meant |= set(finding.names)
-
-    def _are_frozen(self, names: Collection[str]) -> bool:
-        """Whether no gradient of these parameters is averaged."""
-        if self._planned is None:
-            return False
-        # By identity: a module that was put into another one gives its parameters other names.
-        planned, found = {id(leaf_of(param)) for param in self._planned()}, self._memories()
-        return not any(id(leaf_of(found[name].param)) in planned for name in names if name in found)
-
-    @property
-    def wrong(self) -> dict[str, int]:
-        """The known parameters without those that a program may mean to differ; as `known`."""
-        return {name: since for name, since in self.known.items() if name not in self._meant}
-
-    def _count_false_alarm(self, *, looked_again: bool) -> None:
-        if looked_again:
-            return
-        if self._noticed - self._last_alarm > IN_A_ROW:
-            self._false_alarms = 0
-        self._last_alarm = self._noticed
-        self._false_alarms += 1
-        if self._false_alarms == FALSE_ALARMS:
-            self.turn_off(
-                "they differ after the optimizer's step and are equal in the next backward, as in a program that sends "
-                "them in between"
-            )
-
-    def _last_equal(self, hashing: Hashing, place: int) -> int:
-        """Return the last averaged backward after which all of a parameter was equal."""
-        return min(self._equal.get(number, 0) for number in hashing.slices_with(place))
 
     def _tell_found(self) -> None:
         if self._found is not None:
             found, self._found = self._found, None
             say(*found)
 
-    def synchronized(self) -> None:
-        """Note that all ranks have the same weights again; to be called on every rank."""
-        self.known, self._meant = {}, set()
+    def _start_again(self) -> None:
+        self._differing.keep(())
         # Ranks count slices by their own steps, of which one without inputs makes none. Averages are common to all.
-        self._turn, self._hashed_at, self._empty = self._averages.completed, -1, 0
-        self.question.due = self.question.asks = self._suspicion.asks = self._suspected = False
-        self._cause = ""
-        self._after_step = self._before_backward = self._found = None
-        self._ignored = 1 if self._report is None or not self._report.late else 2
+        self._schedule.go_to(self._averages.completed)
+        self.question.due = self.question.asks = self._suspicion.question.asks = False
+        self._suspicion.end()
+        self._hashes, self._found = _Hashes(), None
+        self._sent.forget()
         self._say_nothing()
 
     def _say_nothing(self) -> None:
         """Send no hash of this rank. The other ranks compare theirs without it."""
-        self._slice = None
-        if self._report is not None:
-            with torch.no_grad():
-                self._report.pairs.zero_()
+        self._sent.send(None)
+        with torch.no_grad():
+            self._report.pairs.zero_()
 
-
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def _inside(param: Callable[[], Tensor | None], path: str) -> Tensor | None:
-    found = param()
-    return None if found is None else memories_of(found).get(path)
-
-
-def _is_plain(tensor: Tensor, device: torch.device) -> bool:
-    """Whether the bits of a tensor are on this rank, and can be read."""
-    plain = type(tensor) in (Tensor, torch.nn.Parameter, torch.nn.Buffer, LocalPart)
-    return plain and tensor.layout is torch.strided and tensor.device == device and not tensor.is_meta
+    def _log(self, text: str) -> None:
+        log.info("rank %d: %s", rank := self._group.rank(), text, extra={"rank": rank})
 
 
 _living: WeakSet[WeightsCheck] = WeakSet()

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from ctypes import memmove
-from functools import partial
+from itertools import repeat
 
 import torch
 from torch import Tensor
 
 from dpfuse.engine.comm_buffer import dense_stride
+from dpfuse.engine.tensor_hash import hash_of, hash_of_small, joined
 from dpfuse.engine.torch_private import no_graph
-from dpfuse.weights.host_hash import folded, hash_of_memory, joined_hash_of
 from dpfuse.weights.schedule import slices_of
 from dpfuse_kernels import BitHashTable, Piece, bit_hash
 from dpfuse_kernels.bit_hash import BITS, write_bits
@@ -49,7 +49,7 @@ class Hashing:
         hold: Hold | None = None,
     ) -> None:
         self.names = list(tensors)
-        self._tensors = [partial(_itself, tensor) if hold is None else hold(tensor) for tensor in tensors.values()]
+        self._tensors = [repeat(tensor).__next__ if hold is None else hold(tensor) for tensor in tensors.values()]
         self._device = device
         self._kinds = [(tensor.shape, tensor.dtype) for tensor in tensors.values()]
         own = ((tensor, strides.get(name)) for name, tensor in tensors.items())
@@ -115,27 +115,32 @@ class Hashing:
             with no_graph():
                 bit_hash(self._table, number, self._found(inside), seed, pairs)
             return
-        small = ((place, self._tensors[place]()) for place in self._small[number])
+        tensors, sizes = self._tensors, self._sizes
         # Shapes do not count here. To compare them takes as long as to hash.
-        found = [one for place, one in small if one is not None and place not in but and self._fits(one, place)]
-        hashes = [joined_hash_of(found, seed)]
+        found = [
+            one
+            for place in self._small[number]
+            if (one := tensors[place]()) is not None and one.nbytes == sizes[place] and one.is_cpu and place not in but
+        ]
+        hashes = [hash_of_small(found, seed)]
         if self._large[number]:
             with no_graph():
                 hashes += self._hashes_of(self._large[number], seed, but)
-        write_number(folded(hashes), pairs)
+        write_number(int(joined(hashes)), pairs)
 
     def _hashes_of(self, pieces: Iterable[Piece], seed: int, but: Collection[int]) -> Iterator[int]:
         for place, start, nbytes in pieces:
             memory = None if place in but else self.memory_of(place)
             if memory is not None:
                 width = memory.element_size()
-                yield hash_of_memory(memory[start // width : (start + nbytes) // width], seed)
+                yield int(hash_of(memory[start // width : (start + nbytes) // width], seed=seed))
 
     @torch.no_grad()
     def each(self) -> Tensor:
         """Return the hash of each tensor, [tensors] int64, on the device; 0 for one that is left out."""
         if self._device.type == "cpu":
-            found = [0 if (memory := self.memory_of(place)) is None else self._host(memory) for place in self._places]
+            memories = map(self.memory_of, self._places)
+            found = [0 if memory is None else int(hash_of(memory)) for memory in memories]
             return torch.tensor(found, dtype=torch.int64, device="cpu")
         if self._whole is None:
             whole = [[Piece(place, 0, size)] for place, size in enumerate(self._sizes)]
@@ -153,11 +158,6 @@ class Hashing:
     def _places(self) -> range:
         return range(len(self._tensors))
 
-    @staticmethod
-    def _host(memory: Tensor) -> int:
-        step = (16 << 20) // memory.element_size()
-        return folded([hash_of_memory(memory[start : start + step], 0) for start in range(0, memory.numel(), step)])
-
     def _found(self, places: Iterable[int]) -> dict[int, Tensor]:
         return {place: found for place in places if (found := self._dense(place)) is not None}
 
@@ -169,9 +169,6 @@ class Hashing:
         shape, dtype = self._kinds[place]
         same = tensor.shape == shape and tensor.dtype == dtype and tensor.device == self._device
         return tensor if same else None
-
-    def _fits(self, tensor: Tensor, place: int) -> bool:
-        return tensor.is_cpu and tensor.nbytes == self._sizes[place]
 
     def _dense(self, place: int) -> Tensor | None:
         """Return a tensor, or a copy of it, whose memory is as planned; None if it is left out."""
@@ -193,10 +190,6 @@ def _are_dense(strides: Sequence[int], shape: Sequence[int]) -> bool:
                 return False
             length *= size
     return True
-
-
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 _bytes_as_pairs: dict[torch.dtype, list[bytes]] = {}  # of each byte, its bits as pairs, as they lie in memory

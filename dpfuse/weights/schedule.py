@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from dpfuse_kernels import Piece
 
-__all__ = ["slices_of"]
+__all__ = ["LastEqual", "SliceSchedule", "slices_of"]
 
 CALL = 16 << 10  # bytes that are read in the time that a further tensor costs the host
 SLICE = 32 * CALL  # the least that is hashed at a time, since each time costs as much as some further tensors
@@ -48,3 +48,65 @@ def slices_of(sizes: Sequence[int]) -> list[list[Piece]]:
         slices[before * count // total * steps // count].append(piece)
         before += CALL + piece.nbytes
     return slices
+
+
+class SliceSchedule:
+    """Which slice is due. Ranks whose numbers are equal hash the same one.
+
+    Attributes:
+        turn: the number of the slice that was hashed last, over all passes; 0 before the first.
+        empty: how many slices that come next are known to be empty.
+
+    Example:
+        >>> schedule = SliceSchedule()
+        >>> schedule.advance()
+        >>> schedule.hashed(empty=1)
+        >>> schedule.pass_one()
+        >>> schedule.advance()
+        >>> schedule.turn, schedule.place(slices=2)
+        (3, (1, 0))
+    """
+
+    def __init__(self) -> None:
+        self.turn = 0
+        self.empty = 0
+
+    def pass_one(self) -> None:
+        """Count a slice that is empty."""
+        self.turn += 1
+        self.empty -= 1
+
+    def advance(self) -> None:
+        """Count a slice that is hashed now."""
+        self.turn += 1
+
+    def place(self, slices: int) -> tuple[int, int]:
+        """Return of the slice that was counted last the seed of its pass, of so many slices, and the place in it."""
+        return divmod(self.turn - 1, slices)
+
+    def hashed(self, empty: int) -> None:
+        """Note how many empty ones follow."""
+        self.empty = empty
+
+    def go_to(self, turn: int) -> None:
+        """Go on after another slice, as other ranks do."""
+        self.turn, self.empty = turn, 0
+
+
+class LastEqual:
+    """Of each slice, the last averaged backward after which the ranks' weights were equal, as far as is known."""
+
+    def __init__(self) -> None:
+        self._backwards: dict[int, int] = {}
+
+    def note(self, number: int, backward: int) -> None:
+        """Note that a slice was equal after an averaged backward."""
+        self._backwards[number] = backward
+
+    def of(self, numbers: Iterable[int]) -> int:
+        """Return the last averaged backward after which all of these slices were equal; 0 is the start."""
+        return min(self._backwards.get(number, 0) for number in numbers)
+
+    def forget(self) -> None:
+        """Forget all, since slices are others now."""
+        self._backwards.clear()

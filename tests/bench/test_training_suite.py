@@ -19,8 +19,8 @@ from dpfuse.weights.hashing import Hashing
 def test_each_contender_is_timed_for_a_whole_round(rank: int, size: int) -> None:
     results = time_training(partial(chain, 3), Effort(2, 1, 0), backwards=2, steps=3)
     assert list(results) == [*WRAPS, CALLS]
-    # Of loops and weights: each backward's begin and end, and before each step. Of weights also after each step. Of
-    # the times of phases, in a group with a heartbeat: all these, and each forward. Of loops some forwards, and words.
+    # Of the journal each forward, begin and end of a backward, and after each step. Of loops before each step, words.
+    # Of weights each end of an averaged backward, and after each step.
     assert 10 <= results[CALLS]["facts"]["calls"] <= 24
     assert all(len(result["seconds"]) == 2 and result["wall"] > 0 for result in results.values())
     assert results["not checked"]["extra"] == 0
@@ -39,7 +39,7 @@ def test_in_a_round_all_weights_of_the_models_are_hashed() -> None:
 def test_only_one_contender_checks(rank: int, size: int) -> None:
     checked, other = (dpfuse.DataParallel(chain(3).module, check_training=level) for level in ("raise", "off"))
     assert None not in (checked._sync.loop, checked._sync.weights)
-    assert (other._sync.loop, other._sync.weights, other._sync.phases) == (None, None, None)
+    assert (other._sync.loop, other._sync.weights, other._sync.journal) == (None, None, None)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dpfuse.engine.tensor_hash import _hash_on_device, hash_of, hash_of_all, read
 from dpfuse_kernels.bit_hash import BitHashTable, Piece, bit_hash, bit_hash_reference
 
 pytestmark = [
@@ -42,3 +43,17 @@ def test_a_flipped_bit_and_an_odd_address_change_it_as_they_should():
     assert torch.equal(hashed(bit_hash, [data[1:].clone()], device), before)
     data[-1] ^= 1
     assert not torch.equal(hashed(bit_hash, [data[1:]], device), before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_hash_of_a_tensor_is_that_of_the_cpu_and_the_host_does_not_wait(dtype):
+    values = torch.randn(4099).mul(9).to(dtype)
+    there = values.cuda()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = [hash_of(there[1:], 5), hash_of(there, hash_of(there[1:]), seed=3), hash_of_all([there, 1, None])]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    first, whole = (each.contiguous().view(torch.uint8) for each in (values[1:], values))
+    expected = [_hash_on_device(first, 5), _hash_on_device(whole, _hash_on_device(first, 0), 3)]
+    assert read(found)[:2] == [int(number) for number in expected]

@@ -34,12 +34,15 @@ RULES = [
 
 
 def trained(model, rank):
-    """Steps of two averages each, then steps on local gradients, so that every rule acts; returns the weights."""
+    """Steps of two averages each, one with a local rest, then steps on local gradients; returns the weights.
+
+    So every rule acts.
+    """
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DPFuseWarning)
         for index, (x, y) in enumerate(batches(rank, 48)):
-            with model.no_sync(enabled=index >= 36):
+            with model.no_sync(enabled=index >= 35):
                 loss_of(model(x), y).backward()
             if index % 2 or index >= 36:
                 optimizer.step()

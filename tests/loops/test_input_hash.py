@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dpfuse.engine.tensor_hash import hash_of
 from dpfuse.loop.input_hash import InputHash
 
 WITH_BYTES = {
@@ -61,3 +62,13 @@ def test_the_hash_depends_on_every_input():
             found.add(((torch.full((3,), float(value)),), {}))
         words.add(tuple(found.word()))
     assert len(words) == 4
+
+
+def test_the_word_is_the_lowest_bits_of_the_hash_of_up_to_1024_elements_of_each_tensor():
+    many, turned = torch.randn(5000), torch.randn(40, 30).T
+    number = hash_of(turned[::1, ::2], hash_of(many[::4][:1024]))
+    found = InputHash()
+    found.add(((many, turned), {}))
+    assert list(found.word()) == [number >> place & 1 for place in range(8)]
+    found._hash = torch.tensor(number)  # as on a GPU
+    assert found.word().tolist() == [number >> place & 1 for place in range(8)]

@@ -18,7 +18,6 @@ import dpfuse
 from dpfuse.errors import DPFuseError
 from dpfuse.sharded.gradient import ShardedGradient
 from dpfuse.sharded.trial import keeps_elsewhere
-from dpfuse.weights import host_hash
 from dpfuse.weights.hashing import write_number
 from tests.one_in import one_in
 from tests.sharded.against_ddp import batch, bits_differ, network, trained_beside
@@ -27,8 +26,7 @@ from tests.sharded.test_whole_tensors import halves
 
 RATE = {"lr": 0.01}
 
-host_hash._table()  # made once in a process, and no state
-write_number(0, torch.zeros(32, 2))
+write_number(0, torch.zeros(32, 2))  # makes a table once in a process, which is no state
 
 
 class Eager(optim.Optimizer):

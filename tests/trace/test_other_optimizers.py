@@ -12,10 +12,10 @@ from torch.distributed.optim import _apply_optimizer_in_backward as step_in_back
 from torch.distributed.tensor import Replicate, distribute_tensor, init_device_mesh
 
 import dpfuse
+from dpfuse.engine.tensor_hash import hash_of
 from dpfuse.trace.attachment import start_tracer, stop_tracer
 from dpfuse.trace.comparison import compare
 from dpfuse.trace.sketch import signed_sum
-from dpfuse.trace.tensor_hash import hash_of
 from dpfuse.trace.trace_file import read_folder
 
 STEPS = 3

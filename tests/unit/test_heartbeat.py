@@ -89,7 +89,7 @@ def test_the_server_logs_which_rank_is_late_and_the_board_has_its_numbers(job, c
         return bool(job.boards[0].late)
 
     for board in job.boards:
-        board.clock.phase = FORWARD
+        board.clock.marks.append((FORWARD, 0.0, 0.0, 0.0))
     until(is_found, 30)
     late = caplog.records[0].message
     assert late.startswith("rank 2 is 15 ms (25%) late in forward since step ")

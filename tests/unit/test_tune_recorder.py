@@ -78,7 +78,7 @@ class Listener:
 def recorded(synchronises=True, **options):
     model, watch = Layers(), BackwardWatch()
     listener = Listener(synchronises)
-    recorder = listener.recorder = BackwardRecorder(3, on_cuda=False, **options)
+    recorder = listener.recorder = BackwardRecorder(3, on_gpu=False, **options)
     recorder.join(SimpleNamespace(without_inputs=False))
     watch.listener = listener
     params = [model.first, model.second, model.unused]

@@ -329,7 +329,7 @@ def test_a_rank_that_left_out_a_step_hashes_with_the_others_again(rank, size):
     trained.optimizer.step = step
     trained.step(BOUND)
     assert not trained.told
-    assert trained.model._sync.weights._false_alarms == 1
+    assert trained.model._sync.weights._false_alarms.in_a_row == 1
     if rank == 0:
         flip(trained.net.still[2], 4, 3)
     trained.step(BOUND)

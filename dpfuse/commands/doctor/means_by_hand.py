@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dpfuse.engine.sample import is_dense
 from dpfuse.engine.streams import capturing
 from dpfuse.engine.user_line import user_line
-from dpfuse.trace.rescaling import is_plain
 from dpfuse.trace.trace_file import Call
 from dpfuse.trace.tracer import Tracer
 
@@ -177,7 +177,7 @@ def _grads(tracer: Tracer, params: Iterable[Tensor]) -> dict[int, Tensor]:
     wrapped = {id(param) for param in tracer.wrapped()}
     found = {id(param): param.grad for param in params if id(param) in wrapped}
     return {
-        param: grad for param, grad in found.items() if grad is not None and is_plain(grad) and grad.is_floating_point()
+        param: grad for param, grad in found.items() if grad is not None and is_dense(grad) and grad.is_floating_point()
     }
 
 

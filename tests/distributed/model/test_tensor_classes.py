@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import dpfuse
-from dpfuse.weights.check import WeightsCheck
+from dpfuse.weights.compared_tensors import ComparedTensors
 from tests.distributed.model.tensor_classes import KINDS, Adapted, Bytes, Closed, Codes, Strict
 
 FACES = {
@@ -169,7 +169,7 @@ def test_what_fails_on_one_rank_after_the_model_was_sent_is_an_error_on_all(rank
 
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(WeightsCheck, "_memories", fails)
+            patch.setattr(ComparedTensors, "memories", fails)
         with pytest.raises((dpfuse.DPFuseError, MemoryError), match="no room"):
             FACES[face](nn.Linear(6, 2))
 

@@ -1,4 +1,4 @@
-"""Wrappers whose users have said that weights may differ between ranks."""
+"""Wrappers that compare no weights, since their users have said that weights may differ between ranks."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from torch import Tensor
 
 from dpfuse.engine.autograd import ReadyHooks, hooks_on
 
-__all__ = ["are_left_alone", "leave_alone"]
+__all__ = ["are_uncompared", "compare_none"]
 
 # Known by their hooks, not by their parameters: torch refuses to swap a tensor that has a weak reference.
-_left_alone: WeakSet[ReadyHooks] = WeakSet()
+_uncompared: WeakSet[ReadyHooks] = WeakSet()
 
 
-def leave_alone(hooks: ReadyHooks) -> None:
+def compare_none(hooks: ReadyHooks) -> None:
     """Note the hooks of a wrapper that compares no weights."""
-    _left_alone.add(hooks)
+    _uncompared.add(hooks)
 
 
-def are_left_alone(params: Iterable[Tensor]) -> bool:
+def are_uncompared(params: Iterable[Tensor]) -> bool:
     """Whether such a wrapper averages one of these parameters."""
-    return any(hooks in _left_alone for param in params for hooks in hooks_on(param))
+    return any(hooks in _uncompared for param in params for hooks in hooks_on(param))

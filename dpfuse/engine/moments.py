@@ -1,0 +1,36 @@
+"""Moments of a training, by the host's clock or in the current stream of a GPU, and the seconds between two of them."""
+
+from __future__ import annotations
+
+from time import perf_counter
+
+import torch
+
+__all__ = ["Moment", "now", "seconds_between"]
+
+Moment = float | torch.cuda.Event
+
+
+def now(*, on_gpu: bool) -> Moment:
+    """Return this moment: of the host, in seconds, or an event at the end of the current stream.
+
+    Example:
+        >>> begin = now(on_gpu=False)
+        >>> 0 <= seconds_between(begin, now(on_gpu=False)) < 10
+        True
+    """
+    if not on_gpu:
+        return perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(begin: Moment, end: Moment) -> float:
+    """Return the seconds from one moment to another one of the same kind. Waits for a device until the second one."""
+    if isinstance(begin, float):
+        assert isinstance(end, float)
+        return end - begin
+    assert not isinstance(end, float)
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1000
