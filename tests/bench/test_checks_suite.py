@@ -25,6 +25,7 @@ def few():
     return chain(3)
 
 
+@pytest.mark.slow
 def test_gradients_are_averaged_with_and_without(ranks):
     assert ranks(few_steps) == [list(WRAPS)] * 2
 

@@ -247,6 +247,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_of_a_program_that_uses_our_class_it_is_said_that_nothing_was_to_be_replaced(tmp_path):
     (tmp_path / "own.py").write_text(OWN_CLASS)
     done = python("-m", "dpfuse", "run", "--ranks", 2, "own.py", folder=tmp_path, warm=True, warm_ranks=True)

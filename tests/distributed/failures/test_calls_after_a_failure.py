@@ -114,7 +114,7 @@ def a_thread_that_holds_backwards(holds=0.05):
         thread.join()
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("held", [False, True])
 @pytest.mark.parametrize("face", FACES)
 def test_a_weight_is_that_of_the_next_backward(rank, size, face, held):
@@ -239,7 +239,7 @@ def test_a_call_between_backwards(rank, size, call, held):
                 right_steps(model, rank, size, range(20, 26))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("failing", [{0, 1}, {1}])
 def test_a_hook_can_be_registered(rank, size, failing):
     for before in (0, 2):
@@ -250,7 +250,7 @@ def test_a_hook_can_be_registered(rank, size, failing):
         right_steps(model, rank, size)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("failing", [{0, 1}, {1}])
 def test_an_optimizer_can_be_sharded(rank, size, failing):
     for before in (0, 2):
@@ -269,7 +269,7 @@ def test_an_optimizer_can_be_sharded(rank, size, failing):
             torch.testing.assert_close(param, same)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("failing", [{0, 1}, {1}])
 def test_a_join_can_begin(rank, size, failing):
     for before in (0, 2):
