@@ -13,7 +13,7 @@ from dpfuse.liveness.connection import Connection, ConnectionEndError
 from dpfuse.liveness.diagnosis import MAX_TEXT, SILENT, Diagnosis, End, EndKind, RankState, Status, judge, printable
 from dpfuse.liveness.endpoint import Endpoint
 from dpfuse.liveness.heartbeat import Heartbeat
-from dpfuse.liveness.looks import look
+from dpfuse.liveness.phase_lines import lines_in
 
 __all__ = ["HeartbeatClient"]
 
@@ -78,7 +78,7 @@ class HeartbeatClient(Heartbeat):
             case ["beat", parts]:
                 self._server_status, self._heard = Status.from_message(parts), now
             case ["look", int(phase)]:
-                self._send(["seen", phase, look(self._board, phase)])
+                self._send(["seen", phase, lines_in(self._board, phase)])
             case ["finished", int(count)]:
                 self._board.finished = count
             case ["fatal", list(ranks), str(text)]:

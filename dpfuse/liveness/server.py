@@ -16,7 +16,7 @@ from dpfuse.liveness.diagnosis import MAX_TEXT, End, EndKind, RankState, Status,
 from dpfuse.liveness.endpoint import Endpoint
 from dpfuse.liveness.heartbeat import Heartbeat
 from dpfuse.liveness.late_ranks import LateRanks
-from dpfuse.liveness.looks import Looks, look
+from dpfuse.liveness.phase_lines import PhaseLines, lines_in
 
 __all__ = ["HeartbeatServer"]
 
@@ -56,7 +56,7 @@ class HeartbeatServer(Heartbeat):
         self._peers: dict[int, _Peer] = {}
         self._failures = 0
         self._late: LateRanks | None = LateRanks(size)  # until judging has failed
-        self._looks: Looks | None = None  # at the ranks, after one was found to be late
+        self._lines: PhaseLines | None = None  # at the ranks, after one was found to be late
 
     def _connect(self) -> None:
         for listener in self._listeners:
@@ -123,8 +123,8 @@ class HeartbeatServer(Heartbeat):
                         if self._late is not None:
                             self._late.add(rank, sums, rates)
                     case ["seen", int(phase), dict(seen)]:
-                        if self._looks is not None and phase == self._looks.phase:
-                            self._looks.add(rank, seen)
+                        if self._lines is not None and phase == self._lines.phase:
+                            self._lines.add(rank, seen)
                     case ["ask"]:
                         peer.asks = True
                         for other, one in list(self._peers.items()):
@@ -193,7 +193,7 @@ class HeartbeatServer(Heartbeat):
             try:
                 self._judge_steps(self._late)
             except Exception as error:  # the heartbeat is worth more, and goes on
-                self._late, self._looks, self._board.late = None, None, {}
+                self._late, self._lines, self._board.late = None, None, {}
                 text = f"slow ranks are not looked for any more: {type(error).__name__}: {error}"
                 log.info("%s", text, extra={"rank": 0})
 
@@ -205,14 +205,14 @@ class HeartbeatServer(Heartbeat):
             log.info("%s", change, extra={"rank": 0})
         self._board.late = ranks.numbers()
         if late is not None and str(late) in changes:
-            self._looks = Looks(NAMES.index(late.phases[0]), late.ranks, self._size)
+            self._lines = PhaseLines(NAMES.index(late.phases[0]), late.ranks, self._size)
             for peer in list(self._peers.values()):
-                self._send(peer, ["look", self._looks.phase])
-            self._looks.add(0, look(self._board, self._looks.phase))
-        elif self._looks is not None and self._looks.is_complete():
-            looks, self._looks = str(self._looks), None
-            if looks:
-                log.info("%s", looks, extra={"rank": 0})
+                self._send(peer, ["look", self._lines.phase])
+            self._lines.add(0, lines_in(self._board, self._lines.phase))
+        elif self._lines is not None and self._lines.is_complete():
+            lines, self._lines = str(self._lines), None
+            if lines:
+                log.info("%s", lines, extra={"rank": 0})
 
     def _send_end(self, end: End) -> None:
         message = ["end", 0, int(end.kind), end.error, end.secondary, 0.0, 0.0, self._own.status.message()]

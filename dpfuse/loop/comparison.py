@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 from dpfuse.engine.report import Report
 from dpfuse.engine.report_layout import ReportPlace
 from dpfuse.engine.streams import capturing
+from dpfuse.loop.compared_words import ComparedWords, Word
 from dpfuse.loop.input_hash import InputHash
 from dpfuse.loop.own_gradient import OwnGradient
-from dpfuse.loop.rank_words import RankWords, Word
 from dpfuse.loop.record import Record
 from dpfuse.loop.same_batches import SameBatches
 from dpfuse.loop.same_modes import SameModes
@@ -43,7 +43,7 @@ class RankComparison:
 
     def __init__(self, module: nn.Module, record: Record, device: str, size: int, place: ReportPlace) -> None:
         self._record = record
-        self._words = RankWords(place, size)
+        self._words = ComparedWords(place, size)
         self._inputs = InputHash()
         self.own = OwnGradient()
         self._batches = SameBatches(record)

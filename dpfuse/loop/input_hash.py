@@ -10,7 +10,7 @@ from torch import Tensor
 from dpfuse.engine.containers import leaves_in
 from dpfuse.engine.sample import sample_of, values_of
 from dpfuse.engine.tensor_hash import Hash, hash_of
-from dpfuse.loop.rank_words import Word, bits_of
+from dpfuse.loop.compared_words import Word, bits_of
 
 __all__ = ["InputHash"]
 

@@ -22,10 +22,10 @@ from dpfuse.engine.report_layout import Question, ReportPlace
 from dpfuse.engine.streams import capturing
 from dpfuse.errors import DPFuseError, LoopWarning
 from dpfuse.findings import findings
+from dpfuse.loop.compared_words import LAST, WIDTHS, is_due, next_change
 from dpfuse.loop.comparison import RankComparison
 from dpfuse.loop.never_stepped import NeverStepped
 from dpfuse.loop.optimizer_rules import OptimizerRules, best_of
-from dpfuse.loop.rank_words import LAST, WIDTHS, is_due, next_change
 from dpfuse.loop.record import Record
 from dpfuse.loop.watched_gradient import WatchedGradient, has_plain_class
 

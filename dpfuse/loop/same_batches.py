@@ -5,7 +5,7 @@ from __future__ import annotations
 from weakref import WeakSet
 
 from dpfuse.findings import SAME_BATCHES, findings
-from dpfuse.loop.rank_words import Sums
+from dpfuse.loop.compared_words import Sums
 from dpfuse.loop.record import Record
 
 __all__ = ["SameBatches"]

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from dpfuse.findings import OTHER_MODES, findings
-from dpfuse.loop.rank_words import Sums, Word
+from dpfuse.loop.compared_words import Sums, Word
 from dpfuse.loop.record import Record
 
 __all__ = ["SameModes"]

@@ -10,7 +10,7 @@ from zlib import crc32
 from torch.optim import Optimizer
 
 from dpfuse.findings import OTHER_RATES, findings
-from dpfuse.loop.rank_words import Sums, Word, bits_of
+from dpfuse.loop.compared_words import Sums, Word, bits_of
 from dpfuse.loop.record import Record
 
 __all__ = ["REMEDY", "SameRates"]

@@ -12,7 +12,7 @@ from bench.bench_training import CALLS, ROUND, SETTLED, WRAPS, time_training
 from bench.goals import Entry, judge
 from bench.models import chain
 from bench.step_time import Effort
-from dpfuse.loop.rank_words import is_due
+from dpfuse.loop.compared_words import is_due
 from dpfuse.weights.hashing import Hashing
 
 

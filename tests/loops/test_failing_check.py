@@ -12,17 +12,17 @@ import torch
 
 import dpfuse
 from dpfuse.errors import DPFuseWarning, LoopWarning
+from dpfuse.loop.compared_words import ComparedWords
 from dpfuse.loop.local_rest import LocalRest
 from dpfuse.loop.local_steps import LocalSteps
 from dpfuse.loop.own_gradient import OwnGradient
-from dpfuse.loop.rank_words import RankWords
 from dpfuse.loop.watched_gradient import WatchedGradient
 from tests.loops.logs import logged
 from tests.loops.nets import batches, loss_of, mlp
 
 RULES = [
-    (RankWords, "tell"),
-    (RankWords, "delivered"),
+    (ComparedWords, "tell"),
+    (ComparedWords, "delivered"),
     (WatchedGradient, "backward_begins"),
     (WatchedGradient, "local_ends"),
     (WatchedGradient, "mean_ends"),

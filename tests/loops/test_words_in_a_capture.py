@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dpfuse.engine.report_layout import ReportPlace
-from dpfuse.loop.rank_words import RankWords
+from dpfuse.loop.compared_words import ComparedWords
 
 
 class Copy:
@@ -23,9 +23,9 @@ class Copy:
 @pytest.mark.parametrize("backwards", [1, 3])
 def test_words_that_are_on_their_way_are_read_by_the_first_backward_after_the_capture(backwards, monkeypatch):
     place = ReportPlace("loop", 1, compared=False, parts={"there": slice(0, 1)})
-    copy, words = Copy(), RankWords(place, 2)
+    copy, words = Copy(), ComparedWords(place, 2)
     words._copy = copy, [1.0]
-    monkeypatch.setattr("dpfuse.loop.rank_words.capturing", lambda: copy.in_capture)
+    monkeypatch.setattr("dpfuse.loop.compared_words.capturing", lambda: copy.in_capture)
     copy.in_capture = True
     assert [words.delivered() for _ in range(backwards)] == [None] * backwards
     copy.in_capture = False

@@ -761,7 +761,7 @@ PLANTS: dict[str, Plant] = {
         "ours", "one table on two streams", missing(CudaStreams, "wait"), "race: _squared_norm_kernel .*address_ring"
     ),
     "words of the ranks read early": Plant(
-        "drop-in", "face", replacing(HostCopy, "read", _read_at_once), "race: Tensor.tolist on the host .*rank_words"
+        "drop-in", "face", replacing(HostCopy, "read", _read_at_once), "race: Tensor.tolist .*compared_words"
     ),
     "report told elsewhere": Plant(
         "ours", "windows of changing length", on_another_stream(Report, "_tell"), "race: .*a copy HtoD"

@@ -20,8 +20,8 @@ from dpfuse.liveness.connection import MAX_UNSENT, Connection, ConnectionEndErro
 from dpfuse.liveness.diagnosis import End, EndKind, end_with
 from dpfuse.liveness.endpoint import Endpoint, host_id, open_endpoint
 from dpfuse.liveness.heartbeat import Heartbeat
-from dpfuse.liveness.looks import Looks
 from dpfuse.liveness.own_status import OwnStatus
+from dpfuse.liveness.phase_lines import PhaseLines
 from dpfuse.liveness.server import MAX_UNKNOWN, HeartbeatServer
 from tests.patience import patience
 
@@ -121,7 +121,7 @@ def test_the_heartbeat_goes_on_where_judging_fails(job, caplog):
 
 
 def test_looks_of_another_form_end_the_connection(job):
-    job.beats[0]._looks = Looks(FORWARD, (2,), 3)
+    job.beats[0]._lines = PhaseLines(FORWARD, (2,), 3)
     job.beats[1]._send(["seen", FORWARD, {"train.py:1 in main": "many"}])
     until(lambda: job.state(0, 1).status is None)
     assert job.state(0, 2).alive

@@ -32,7 +32,7 @@ from torch.optim.optimizer import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler
 
 from dpfuse.commands.doctor.call_notes import CallNotes
-from dpfuse.commands.doctor.order import DONE, ORDER, OVER, UNWRAPPED, Order, all_done
+from dpfuse.commands.doctor.run_request import DONE, OVER, REQUEST, UNWRAPPED, RunRequest, all_done
 from dpfuse.commands.own_wrappers import FACES, changes_numbers, for_torch, hear_constructors
 from dpfuse.ddp.patch import TORCH_INTERNAL, Patch
 from dpfuse.engine.optimizer_step_hook import call_after_steps
@@ -73,19 +73,19 @@ def start() -> None:
     """Act as the variable says. Called once torch is imported."""
     global _observer
     if _observer is None:
-        _observer = _Observer(Order(**json.loads(os.environ[ORDER])))
+        _observer = _Observer(RunRequest(**json.loads(os.environ[REQUEST])))
 
 
 class _Observer:
     """Acts in one process. What it learns it writes into the folder, at the end or when an exception ends the process.
 
     Args:
-        order: of the doctor.
+        request: of the doctor.
     """
 
-    def __init__(self, order: Order) -> None:
-        self._order = order
-        self._folder = Path(order.folder)
+    def __init__(self, request: RunRequest) -> None:
+        self._request = request
+        self._folder = Path(request.folder)
         self._tracer: Tracer | None = None
         self._wrappers: list[SyncedModule] = []  # ours
         self._replaceable = 0  # wrappers of torch's class itself, or of ours, which take each other's place
@@ -121,10 +121,10 @@ class _Observer:
         self._calls = CallNotes(lambda: self._tracer)
         self._watch_torch()
         hear_constructors(self._construct_ours)
-        if order.wrapper in OURS:
+        if request.wrapper in OURS:
             Patch({})  # classes that derive from torch's come to torch's constructor
         call_after_steps(self)
-        if order.own_ranks:
+        if request.own_ranks:
             threading.Thread(target=self._end_behind_the_ranks, daemon=True).start()
         atexit.register(self._write_facts)
 
@@ -139,14 +139,14 @@ class _Observer:
             sys.modules["numpy"].random.seed(seed)
 
     def _watch_torch(self) -> None:
-        """Trace what torch's class wraps; give it other buckets if the order says so."""
+        """Trace what torch's class wraps; give it other buckets if the request says so."""
         construct = TORCH_CLASS.__init__
         signature = inspect.signature(construct)
 
         @wraps(construct)
         def traced(wrapper: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
             inner = _caller().startswith(TORCH_INTERNAL)
-            if self._order.wrapper == "torch buckets" and not inner:
+            if self._request.wrapper == "torch buckets" and not inner:
                 kwargs = signature.bind(wrapper, module, *args, **kwargs).arguments  # a size may come by its place
                 kwargs["bucket_cap_mb"] = _an_eighth_of(module)
                 kwargs.pop("bucket_cap_mb_list", None)
@@ -161,11 +161,11 @@ class _Observer:
     def _construct_ours(
         self, plain: Callable[..., None], wrapper: Any, is_own: bool, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
-        """The constructor of dpfuse's classes: makes torch's where the order says so."""
+        """The constructor of dpfuse's classes: makes torch's where the request says so."""
         self._own |= is_own
         self._numeric |= dict.fromkeys(changes_numbers(kwargs))
-        if self._order.wrapper in OURS or type(wrapper) not in FACES:
-            options = OURS.get(self._order.wrapper, {})
+        if self._request.wrapper in OURS or type(wrapper) not in FACES:
+            options = OURS.get(self._request.wrapper, {})
             # A run goes on after a finding, so that all is seen.
             plain(wrapper, *args, **{"check_training": "warn", **options, **kwargs})
             self._made(wrapper)
@@ -183,10 +183,10 @@ class _Observer:
             self._trains()
             self._tracer = start_tracer(
                 self._folder,
-                self._order.deep,
+                self._request.deep,
                 self._after_step,
                 sketch=self._size > 2,
-                buffers=self._order.wrapper == "dpfuse",  # torch's class leaves them apart until the next forward
+                buffers=self._request.wrapper == "dpfuse",  # torch's class leaves them apart until the next forward
                 finite=True,
             )
         self._tracer.add(wrapper)
@@ -211,7 +211,7 @@ class _Observer:
             return
         steps = self._unwrapped[optimizer] = self._unwrapped.get(optimizer, 0) + 1
         self._moves_without_line()
-        if steps >= self._order.steps:
+        if steps >= self._request.steps:
             self._end()
 
     def _moves_without_line(self) -> None:
@@ -236,14 +236,14 @@ class _Observer:
         if self._fed is not None:
             self._fed.step()
             self._fed = None  # a step counts only directly after a batch
-        if steps == self._order.deep and not self._times and self._order.wrapper == "dpfuse":
+        if steps == self._request.deep and not self._times and self._request.wrapper == "dpfuse":
             for wrapper in self._wrappers:
                 times = CommunicationTimes()
                 wrapper._observe(times)
                 self._times.append(times)
-        if steps == self._order.deep and not self._tunings and self._order.wrapper == "tuned":
+        if steps == self._request.deep and not self._tunings and self._request.wrapper == "tuned":
             self._tunings = [autotune(wrapper, RECORDED) for wrapper in self._wrappers]
-        if steps >= self._order.steps:
+        if steps >= self._request.steps:
             self._end()
 
     def _end(self) -> None:
@@ -260,7 +260,7 @@ class _Observer:
         until = time.monotonic() + max(LONGEST_WAIT, 2 * self._patience)  # a rank that is behind ends itself by then
         while not all_done(self._folder) and time.monotonic() < until:
             time.sleep(0.01)
-        while self._order.own_ranks and not self._is_over() and time.monotonic() < until:
+        while self._request.own_ranks and not self._is_over() and time.monotonic() < until:
             time.sleep(0.01)  # the process that has started this one would go on
         os._exit(0)
 
@@ -402,7 +402,7 @@ class _Observer:
             if any(found.item() for found in scaler._found_inf_per_device(optimizer).values()):
                 made[-1] = False
                 self._moves_without_line()
-                if made.count(False) >= self._order.steps:
+                if made.count(False) >= self._request.steps:
                     self._end()
             return result
 

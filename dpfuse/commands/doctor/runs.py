@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dpfuse.commands.doctor.order import DONE, OVER, UNWRAPPED, Order, all_done
+from dpfuse.commands.doctor.run_request import DONE, OVER, UNWRAPPED, RunRequest, all_done
 from dpfuse.commands.run_command import Program
 from dpfuse.errors import DPFuseError
 from dpfuse.startup import startup_variables
@@ -191,8 +191,8 @@ def run_once(plan: Plan, number: int, wrapper: str, say: Callable[[str], None]) 
     """
     folder = plan.folder / f"run{number}"
     folder.mkdir()
-    order = Order(str(folder), wrapper, plan.steps, plan.deep, plan.own_ranks)
-    environ = {**os.environ, **startup_variables(OBSERVER, os.environ), **order.variables()}
+    request = RunRequest(str(folder), wrapper, plan.steps, plan.deep, plan.own_ranks)
+    environ = {**os.environ, **startup_variables(OBSERVER, os.environ), **request.variables()}
     environ |= offline(os.environ, folder)
     environ.pop(VARIABLE, None)  # the doctor traces by itself
     if plan.own_ranks:

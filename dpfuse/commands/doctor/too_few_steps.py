@@ -24,7 +24,7 @@ from dpfuse.findings import (
     ZEROED_IN_WINDOW,
 )
 from dpfuse.loop import local_steps, never_stepped, same_batches, same_modes, same_rates
-from dpfuse.loop.rank_words import FIRST
+from dpfuse.loop.compared_words import FIRST
 from dpfuse.trace.trace_file import RankTrace
 
 __all__ = ["too_few_steps"]

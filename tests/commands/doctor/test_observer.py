@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from dpfuse.commands.doctor.not_finite import first_not_finite
-from dpfuse.commands.doctor.order import Order
+from dpfuse.commands.doctor.run_request import RunRequest
 from dpfuse.commands.doctor.runs import OBSERVER, Plan, run_once
 from dpfuse.commands.run_command import Program
 from dpfuse.startup import startup_variables
@@ -43,7 +43,9 @@ def observed(
     folder: Path, wrapper: str, model: str, before: str = GROUP, inside: str = "pass", warm: bool = True, steps: int = 5
 ) -> SimpleNamespace:
     """Run a program of one rank as the doctor does, for five steps."""
-    variables = startup_variables(OBSERVER, clean_environment()) | Order(str(folder), wrapper, steps, 2).variables()
+    variables = (
+        startup_variables(OBSERVER, clean_environment()) | RunRequest(str(folder), wrapper, steps, 2).variables()
+    )
     code = PROGRAM.format(model=model, before=before, inside=inside)
     done = run("-c", code, warm=warm, WARM_STARTUP="1", **variables)
     files = {path.name for path in folder.iterdir()}

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from dpfuse import DistributedDataParallel
-from dpfuse.commands.doctor.order import Order
+from dpfuse.commands.doctor.run_request import RunRequest
 from dpfuse.commands.doctor.runs import OBSERVER
 from dpfuse.commands.doctor.summary import LINES
 from dpfuse.startup import startup_variables
@@ -208,7 +208,7 @@ def test_ctrl_c_ends_a_doctor_at_once_with_what_it_has_so_far(tmp_path):
 
 
 def test_a_process_that_a_rank_starts_does_not_write_the_facts_of_the_rank(tmp_path):
-    variables = startup_variables(OBSERVER, clean_environment()) | Order(str(tmp_path), "torch", 5, 2).variables()
+    variables = startup_variables(OBSERVER, clean_environment()) | RunRequest(str(tmp_path), "torch", 5, 2).variables()
     assert python("-c", "import torch", RANK="0", **variables).returncode == 0
     (path,) = tmp_path.iterdir()
     assert re.fullmatch(r"factsp\d+\.json", path.name)

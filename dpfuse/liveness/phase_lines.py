@@ -12,14 +12,14 @@ from dpfuse.comm.waiting import Board
 from dpfuse.liveness.diagnosis import MAX_TEXT, names, printable
 from dpfuse.liveness.thread_state import thread_state
 
-__all__ = ["Looks", "look"]
+__all__ = ["PhaseLines", "lines_in"]
 
 TIMES, PAUSE = 40, 0.006  # looks, and seconds between them: a fourth of a second, in which no heartbeat is due
 PATIENCE = 4  # heartbeats that the first rank waits for the looks of the others
 SHOWN = 4  # groups of ranks
 
 
-def look(board: Board, phase: int) -> dict[str, int]:
+def lines_in(board: Board, phase: int) -> dict[str, int]:
     """Return at which lines of the user's source the thread that trains was in a phase, and how often.
 
     The clock of the board tells which phase runs.
@@ -32,7 +32,7 @@ def look(board: Board, phase: int) -> dict[str, int]:
     return dict(seen.most_common(SHOWN))
 
 
-class Looks:
+class PhaseLines:
     """What the ranks have seen of one phase, in which some of them are late."""
 
     def __init__(self, phase: int, late: tuple[int, ...], size: int) -> None:

@@ -15,7 +15,7 @@ from dpfuse.engine.report import Report
 from dpfuse.engine.report_layout import ReportPlace
 from dpfuse.engine.streams import HostCopy, capturing
 
-__all__ = ["LAST", "WIDTHS", "RankWords", "Sums", "Word", "bits_of", "is_due", "next_change"]
+__all__ = ["LAST", "WIDTHS", "ComparedWords", "Sums", "Word", "bits_of", "is_due", "next_change"]
 
 Word = Sequence[float] | Tensor
 WIDTHS = {
@@ -92,7 +92,7 @@ class Sums:
         return {*map(round, self._numbers[self._parts[name]])} <= {0, self.size}
 
 
-class RankWords:
+class ComparedWords:
     """Writes the words of this rank into the report, and reads the sums: on a GPU one backward later.
 
     Args:

@@ -1,4 +1,4 @@
-"""What the doctor orders from the processes of a run, and the files by which both tell of the end. Imports no torch."""
+"""What the doctor asks of the processes of a run, and the files by which both tell of the end. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-__all__ = ["DONE", "ORDER", "OVER", "UNWRAPPED", "Order", "all_done"]
+__all__ = ["DONE", "OVER", "REQUEST", "UNWRAPPED", "RunRequest", "all_done"]
 
 DONE, OVER = "done", "over"  # files: a rank has made its steps, of as many ranks as it says; the doctor has ended all
 UNWRAPPED = "unwrapped"  # how the file of a rank begins that has a character for each step of which no trace has a line
-ORDER = "DPFUSE_DOCTOR_RUN"  # the variable that holds the order as JSON
+REQUEST = "DPFUSE_DOCTOR_RUN"  # the variable that holds the request as JSON
 
 
 @dataclass(frozen=True)
-class Order:
+class RunRequest:
     """What the doctor wants from one run.
 
     Args:
@@ -34,7 +34,7 @@ class Order:
 
     def variables(self) -> dict[str, str]:
         """Return the variables that carry it to the program."""
-        return {ORDER: json.dumps(asdict(self)), "DPFUSE_DOCTOR": "1"}
+        return {REQUEST: json.dumps(asdict(self)), "DPFUSE_DOCTOR": "1"}
 
 
 def all_done(folder: Path) -> bool:
