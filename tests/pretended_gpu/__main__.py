@@ -1,8 +1,8 @@
 """`python -m tests.pretended_gpu RELEASE FOLDER`: builds the pretended device for a release of torch, and tests on it.
 
 It makes an environment with torch's build for CUDA (3 GB) in FOLDER, once. It needs g++ and the network. Where that is
-impossible, it says so, runs nothing, and ends with an error. With `--shard` it makes no environment, runs a part of the
-tests where there is one, and writes no record.
+impossible, it says so, runs nothing, and ends with an error. With `--half` it runs every second one of the tests that
+start ranks. With `--shard` it makes no environment, runs a part of the tests where there is one, and writes no record.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.pretended_gpu.device import LIBRARY
 
 ROOT = Path(__file__).parents[2]
 HEADERS = ("nvidia-cuda-crt", "nvidia-cuda-cccl")  # which torch's packages lack
-TESTS = ["numpy", "pytest", "pytest-timeout", "pytest-benchmark", "pytest-xdist"]
+TESTS = ["numpy", "pytest", "pytest-timeout", "pytest-benchmark"]
 
 
 class BuildError(Exception):
@@ -26,11 +26,11 @@ class BuildError(Exception):
 SHARD = "ours-views or ours-private or ours-sharded or drop-in-face or sources or another"
 
 
-def main(release: str, place: str, shard: str = "") -> int:
+def main(release: str, place: str, how: str = "") -> int:
     """Build, run the tests, write a record, and return the exit code of pytest; 2 if nothing was run."""
     folder = Path(place).resolve()
-    if shard and not Path(_python(folder)).exists():
-        print(f"NOT RUN: the tests on pretended GPUs. `make test-pretended TORCH={release}` makes what they need.")
+    if how == "--shard" and not Path(_python(folder)).exists():
+        print(f"NOT RUN: the tests on pretended GPUs. `make test-pretended` makes what they need.")
         return 0
     try:
         library = _build(release, folder)
@@ -39,13 +39,14 @@ def main(release: str, place: str, shard: str = "") -> int:
         return 2
     paths = {"TRITON_LIBCUDA_PATH": str(folder), "LD_LIBRARY_PATH": str(folder), "LD_PRELOAD": str(library)}
     environment = {**os.environ, **paths, LIBRARY: str(library), "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
-    tests = ["tests/pretended_gpu", "--timeout", "120", "-q", "-n", "2", "--dist", "loadgroup"]
-    if shard:
+    tests = ["tests/pretended_gpu", "--timeout", "120", "-q"]
+    if how == "--shard":
         part = [f"tests/pretended_gpu/test_{name}.py" for name in ("two_ranks", "plants")]
         command = [_python(folder), "-m", "pytest", *part, "-q", "-k", SHARD]
     else:
         record = f"bench/results/pretended-gpu-torch-{release}.txt"
-        command = [_python(folder), "-m", "tests.recorded", record, *tests, "--durations=10"]
+        share = ["--one-in", "2"] if how == "--half" else []
+        command = [_python(folder), "-m", "tests.recorded", record, *tests, *share, "--durations=10"]
     return subprocess.run(command, cwd=ROOT, env=environment).returncode
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -25,19 +24,15 @@ def _rank() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Have one process run all tests that share a job: those of a face, or else of a file."""
-    for item in items if is_present() else ():
-        params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
-        item.add_marker(pytest.mark.xdist_group(f"{item.path.stem} {job_of(params)}"))
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Known where these tests are named on the command line."""
+    parser.addoption("--one-in", type=int, default=1, help="run one in so many of the tests that start ranks")
 
 
-def job_of(params: dict[str, Any]) -> str:
-    """Return in which job a test needs its ranks; no text where it has none."""
-    from tests.pretended_gpu.plants import PLANTS  # it imports dpfuse, which no other run of pytest needs here
-
-    if "face" in params:
-        return str(params["face"])
-    if (name := params.get("name")) in PLANTS:
-        return name if PLANTS[name].breaks else PLANTS[name].face
-    return "ours" if "program" in params else ""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the others."""
+    count = config.getoption("--one-in", 1) if is_present() else 1
+    own = [item for item in items if item.path.stem in ("test_two_ranks", "test_plants", "test_failing_calls")]
+    left_out = {id(item) for place, item in enumerate(own) if place % count}
+    config.hook.pytest_deselected(items=[item for item in items if id(item) in left_out])
+    items[:] = [item for item in items if id(item) not in left_out]
