@@ -30,7 +30,7 @@ def main(release: str, place: str, how: str = "") -> int:
     """Build, run the tests, write a record, and return the exit code of pytest; 2 if nothing was run."""
     folder = Path(place).resolve()
     if how == "--shard" and not Path(_python(folder)).exists():
-        print(f"NOT RUN: the tests on pretended GPUs. `make test-pretended` makes what they need.")
+        print("NOT RUN: the tests on pretended GPUs. `make test-pretended` makes what they need.")
         return 0
     try:
         library = _build(release, folder)
