@@ -1,8 +1,8 @@
 """`python -m tests.pretended_gpu RELEASE FOLDER`: builds the pretended device for a release of torch, and tests on it.
 
 It makes an environment with torch's build for CUDA (3 GB) in FOLDER, once. It needs g++ and the network. Where that is
-impossible, it says so, runs nothing, and ends with an error. With `--half` it runs every second one of the tests that
-start ranks. With `--shard` it makes no environment, runs a part of the tests where there is one, and writes no record.
+impossible, it says so, runs nothing, and ends with an error. With `--part` it runs a third of the tests that start
+ranks. With `--shard` it makes no environment, runs a few of the tests where there is one, and writes no record.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main(release: str, place: str, how: str = "") -> int:
         command = [_python(folder), "-m", "pytest", *part, "-q", "-k", SHARD]
     else:
         record = f"bench/results/pretended-gpu-torch-{release}.txt"
-        share = ["--one-in", "2"] if how == "--half" else []
+        share = ["--one-in", "3"] if how == "--part" else []
         command = [_python(folder), "-m", "tests.recorded", record, *tests, *share, "--durations=10"]
     return subprocess.run(command, cwd=ROOT, env=environment).returncode
 

@@ -8,6 +8,7 @@ Each case is a process of its own: an error of a device lasts as long as the pro
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 
@@ -32,7 +33,11 @@ CALLS = {
 @pytest.mark.parametrize("way", ["views", "face"])
 def test_a_failed_call_is_an_error_on_this_rank(way, call, after):
     command = [sys.executable, "-m", "tests.pretended_gpu.fail_a_call", way, call, str(after)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    for _ in range(3):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        # Torch's watchdog looks at the device ten times a second. Where it sees the error first, it ends the process.
+        if not (done.returncode == -signal.SIGABRT and "Watchdog" in done.stderr):
+            break
     assert done.returncode == 0, done.stderr[-2000:]
     made, first, second = json.loads(done.stdout.splitlines()[-1])
     if not made and call == "cudaEventCreate":  # torch has an event left of an earlier step
