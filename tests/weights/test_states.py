@@ -252,20 +252,22 @@ class Noted(dict):
         return super().__getitem__(pair)
 
 
-def test_a_random_walk_does_what_counting_averages_would_do(monkeypatch):
+@pytest.mark.parametrize("walks", [40, pytest.param(WALKS, marks=pytest.mark.slow)])
+def test_a_random_walk_does_what_counting_averages_would_do(monkeypatch, walks):
     table, told = Noted(TRANSITIONS), set()
     monkeypatch.setattr("dpfuse.weights.check.TRANSITIONS", table)
     for module in ("dpfuse.weights.check", "tests.weights.times"):
         monkeypatch.setattr(f"{module}.LOOK_AGAIN", 8)
     # In a thousand walks there is one in which counting hashes something else: where the first two backwards fail and
     # a rank suspects something in both, a step counts that is made before the first average.
-    for seed in range(WALKS):
+    for seed in range(walks):
         for kind in ({"late": False}, {"late": True}, {"by_hand": True}):
             trial = Trial(monkeypatch, **kind)
             walked(trial, random.Random(seed), 60)
             told |= {each[0] for each in trial.log if type(each) is tuple}
     assert told == {"slice", "examined", "DPF-W01", "DPF-L01"}
-    assert table.pairs == TRANSITIONS.keys(), [pair for pair in TRANSITIONS if pair not in table.pairs]
+    missed = [pair for pair in TRANSITIONS if pair not in table.pairs]
+    assert len(missed) < 8 if walks < WALKS else missed == [], missed
 
 
 # --- Its parts ---

@@ -36,6 +36,6 @@ def test_a_mean_that_the_backward_has_taken_already_is_named_with_its_line(case,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", product(MEANS, ("torch", "dpfuse")))
+@pytest.mark.parametrize("case", [*product(MEANS, ("torch", "dpfuse"))])
 def test_a_mean_of_something_else_is_left_alone(case, tmp_path, monkeypatch):
     assert found_in(*case, tmp_path, monkeypatch) == ()
