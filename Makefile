@@ -89,9 +89,9 @@ test-torch:  ## the tests under another release, in an environment that is throw
 	"$$folder/bin/python" -m tests.recorded bench/results/torch-$(TORCH).txt \
 		-m "not gpu and not slow" --timeout 600 --durations=10 $(SIDE_BY_SIDE)
 
-test-pretended:  ## the CUDA path on pretended GPUs, two ranks under a race detector, a third of it with torch 2.15: needs g++, 6 GB
+test-pretended:  ## the CUDA path on pretended GPUs, two ranks under a race detector, with two releases of torch: needs g++, 6 GB
 	$(PYTHON) -m tests.pretended_gpu 2.11.0 build/pretended-gpu-2.11.0
-	$(PYTHON) -m tests.pretended_gpu 2.15.0 build/pretended-gpu-2.15.0 --part
+	$(PYTHON) -m tests.pretended_gpu 2.15.0 build/pretended-gpu-2.15.0 --ranks
 
 lint:
 	$(ready)

@@ -1,8 +1,8 @@
 """`python -m tests.pretended_gpu RELEASE FOLDER`: builds the pretended device for a release of torch, and tests on it.
 
 It makes an environment with torch's build for CUDA (3 GB) in FOLDER, once. It needs g++ and the network. Where that is
-impossible, it says so, runs nothing, and ends with an error. With `--part` it runs a third of the tests that start
-ranks. With `--shard` it makes no environment, runs a few of the tests where there is one, and writes no record.
+impossible, it says so, runs nothing, and ends with an error. With `--ranks` it runs only the tests whose ranks are
+processes. With `--shard` it makes no environment, runs a few of these where there is one, and writes no record.
 """
 
 from __future__ import annotations
@@ -39,14 +39,15 @@ def main(release: str, place: str, how: str = "") -> int:
         return 2
     paths = {"TRITON_LIBCUDA_PATH": str(folder), "LD_LIBRARY_PATH": str(folder), "LD_PRELOAD": str(library)}
     environment = {**os.environ, **paths, LIBRARY: str(library), "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
-    tests = ["tests/pretended_gpu", "--timeout", "120", "-q"]
+    tests = (
+        [f"tests/pretended_gpu/test_{name}.py" for name in ("two_ranks", "plants")] if how else ["tests/pretended_gpu"]
+    )
+    options = ["--timeout", "120", "-q"]
     if how == "--shard":
-        part = [f"tests/pretended_gpu/test_{name}.py" for name in ("two_ranks", "plants")]
-        command = [_python(folder), "-m", "pytest", *part, "-q", "-k", SHARD]
+        command = [_python(folder), "-m", "pytest", *tests, *options, "-k", SHARD]
     else:
         record = f"bench/results/pretended-gpu-torch-{release}.txt"
-        share = ["--one-in", "3"] if how == "--part" else []
-        command = [_python(folder), "-m", "tests.recorded", record, *tests, *share, "--durations=10"]
+        command = [_python(folder), "-m", "tests.recorded", record, *tests, *options, "--durations=10"]
     return subprocess.run(command, cwd=ROOT, env=environment).returncode
 
 

@@ -22,17 +22,3 @@ def _rank() -> Iterator[None]:
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=2, device_id=device)
     yield
     dist.destroy_process_group()
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """Known where these tests are named on the command line."""
-    parser.addoption("--one-in", type=int, default=1, help="run one in so many of the tests that start ranks")
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the others."""
-    count = config.getoption("--one-in", 1) if is_present() else 1
-    own = [item for item in items if item.path.stem in ("test_two_ranks", "test_plants", "test_failing_calls")]
-    left_out = {id(item) for place, item in enumerate(own) if place % count}
-    config.hook.pytest_deselected(items=[item for item in items if id(item) in left_out])
-    items[:] = [item for item in items if id(item) not in left_out]
