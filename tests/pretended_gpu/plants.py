@@ -730,7 +730,10 @@ PLANTS: dict[str, Plant] = {
     "hash elsewhere": Plant("ours", "views", on_another_stream(Hashing, "write"), "race: .*_bit_hash_kernel"),
     "unpacked elsewhere": Plant("ours", "private", on_another_stream(Private, "copy_now"), "race: .*_unflatten_kernel"),
     "residual elsewhere": Plant(
-        "ours", "error feedback", _residual_made_elsewhere, "race: _flatten_kernel .* aten::(fill_|zero_|zeros)"
+        "ours",
+        "error feedback",
+        _residual_made_elsewhere,
+        "race: _flatten_kernel .* (aten::zeros|aten::zero_|aten::fill_|a memset) on",
     ),
     "residual of eight bits": Plant(
         "ours",
