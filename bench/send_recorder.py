@@ -19,7 +19,6 @@ class SendRecorder(BackwardRecorder):
 
     def __init__(self, count: int, *, on_gpu: bool) -> None:
         super().__init__(count, on_gpu=on_gpu)
-        self._sends_on_gpu = on_gpu
         self._sends: list[list[Moment]] = []  # by backward: its begin, then when each bucket was sent
 
     def restart(self, count: int, *, skip: int = 0) -> None:
@@ -30,11 +29,11 @@ class SendRecorder(BackwardRecorder):
     def backward_begins(self, *, sync: bool, announced: bool) -> None:
         """Record the begin of a backward."""
         super().backward_begins(sync=sync, announced=announced)
-        self._sends.append([now(on_gpu=self._sends_on_gpu)])
+        self._sends.append([now(on_gpu=self._on_gpu)])
 
     def bucket_sent(self, tensors: Sequence[Tensor], work: dist.Work, *, is_last: bool) -> None:
         """Record that a bucket was sent."""
-        self._sends[-1].append(now(on_gpu=self._sends_on_gpu))
+        self._sends[-1].append(now(on_gpu=self._on_gpu))
 
     def sent(self) -> list[float]:
         """Return the typical seconds from the begin of backward until each bucket is sent, in that order."""

@@ -60,7 +60,7 @@ class PhaseClock:
         marks: those that are not added up yet.
         due: when marks are to be added up at the end of a step.
         collected: seconds of garbage collections in the thread that trains.
-        thread: the one that runs forwards.
+        thread: number of the thread that runs forwards.
         steps: that have ended, as far as marks are added up.
     """
 
@@ -83,7 +83,7 @@ class PhaseClock:
 
     @property
     def phase(self) -> int:
-        """The one that runs now. Another thread may ask."""
+        """The number of the phase that runs now. Another thread may ask."""
         phase = self._phase
         for kind, *_ in tuple(self.marks):
             phase = _next_phase(phase, kind)

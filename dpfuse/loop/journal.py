@@ -24,7 +24,8 @@ __all__ = ["Journal"]
 class Journal(Watcher):
     """Hears the training of one model.
 
-    Marks are by the host's clock, so also on a GPU: what the host does not wait for takes no time.
+    Marks are by the host's clock, so also on a GPU: what the host does not wait for takes no time. Each event writes
+    its mark in place: a step has four of them, and a method for it would cost four calls.
 
     Args:
         module: that is wrapped.

@@ -132,7 +132,7 @@ class LoopCheck(Feature):
 
     @_guarded
     def note_backward(self, *, sync: bool, announced: bool) -> None:
-        """A backward begins that is not synchronised, or behind one that has died, or before the first steps."""
+        """A backward begins that is not synchronised, or comes after one that has died, or before the first steps."""
         if self._comparison is None:
             self._begin()
         elif self.record.runs:  # the one before has died, after it had added to some gradients

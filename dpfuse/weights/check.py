@@ -287,7 +287,7 @@ class WeightsCheck(Feature):
         return self._tensors.ids
 
     def _hear_begins_of_steps(self) -> None:
-        """A step has ended after the one that counts. Which began first is not known, so once nothing is compared."""
+        """Nothing tells which of two steps after an average began first, so this rank sends no hash once."""
         if self._steps.running is None:
             self._steps.running = RunningSteps()
             self._say_nothing()

@@ -33,7 +33,7 @@ class Event(_Member):
     AVERAGED = auto()  # an average is complete, of which this rank hears no difference
     DIFFERENT = auto()  # an average is complete, and every rank hears that hashes have differed
     LOOK_DUE = auto()  # an average is complete, after which known differences are to be looked at again
-    STEP = auto()  # an optimizer of this model has stepped: between backwards, or in one that is averaged now
+    STEP = auto()  # an optimizer of this model has stepped, between backwards or inside the one that is averaged now
     EMPTY_STEP = auto()  # it has, and there is nothing in the slice that is due
     OUTER_STEP = auto()  # it has, and a step inside of this one has counted already
     BACKWARD = auto()  # a backward begins

@@ -26,10 +26,10 @@ class Owner(NamedTuple):
 
 
 class Owners:
-    """The optimizers that were looked at. One that has got another group is to be looked at again.
+    """The optimizers that were looked at.
 
     Attributes:
-        found: read in each step, without a call.
+        found: those; a step reads it without a call. One that has got another group is to be looked at again.
     """
 
     def __init__(self) -> None:
@@ -37,13 +37,11 @@ class Owners:
 
     def look_at(self, optimizer: Optimizer, compared: Callable[[], Collection[int]]) -> Owner:
         """Find whether an optimizer steps one of the parameters with these ids, and forget those that are freed."""
-        known = self.found.get(ref(optimizer))
-        if known is None or known.groups != len(optimizer.param_groups):
-            params = {id(param) for group in optimizer.param_groups for param in group["params"]}
-            known = Owner(len(optimizer.param_groups), not params.isdisjoint(compared()))
-            self.found = {each: found for each, found in self.found.items() if each() is not None}
-            self.found[ref(optimizer)] = known
-        return known
+        params = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        owner = Owner(len(optimizer.param_groups), not params.isdisjoint(compared()))
+        self.found = {each: found for each, found in self.found.items() if each() is not None}
+        self.found[ref(optimizer)] = owner
+        return owner
 
 
 class RunningSteps:
@@ -73,7 +71,7 @@ class RunningSteps:
             running[:] = [True] * len(running)
 
     def is_outer(self, optimizer: Optimizer) -> bool:
-        """Whether a step has counted inside the one that ends now, as far as the begin of this one was seen."""
+        """Whether a step has counted inside the one that ends now. If its begin was not seen, the answer is no."""
         running = self._counted.get(optimizer) or [False]
         return running[-1]
 
