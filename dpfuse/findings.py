@@ -1,4 +1,4 @@
-"""The codes of what the checks of a training find, and how a finding is said. Knows no check."""
+"""How a finding of a check of a training is said: raised, warned of, or written into a log. Knows no check."""
 
 from __future__ import annotations
 
@@ -8,32 +8,12 @@ from typing import Literal
 
 from dpfuse.engine.user_line import warn_at_user
 from dpfuse.errors import DPFuseError, LoopWarning, WeightsWarning
+from dpfuse.rules.codes import OTHER_TENSORS, REST, WEIGHTS
 
-__all__ = [
-    "ALONE", "CHANGED_IN_WINDOW", "CLIPPED_SCALED", "CUT_WINDOW", "EACH_AVERAGED", "NEVER_STEPPED", "NEVER_ZEROED",
-    "NOTHING_AVERAGED", "OTHER_MODES", "OTHER_RATES", "OTHER_TENSORS", "REST", "SAME_BATCHES", "SAME_ORDER",
-    "SCHEDULE_PER_BATCH", "WEIGHTS", "ZEROED_IN_WINDOW", "Findings", "Level", "findings", "say",
-]  # fmt: skip
+__all__ = ["Findings", "Level", "findings", "say"]
 
 Level = Literal["raise", "warn", "log"]  # what becomes of a finding, as the user of a wrapper wants it
 
-REST = "DPF-L01"
-NOTHING_AVERAGED = "DPF-L02"
-CUT_WINDOW = "DPF-L03"
-NEVER_STEPPED = "DPF-L04"
-SAME_BATCHES = "DPF-L05"
-CHANGED_IN_WINDOW = "DPF-L06"
-OTHER_RATES = "DPF-L07"
-OTHER_MODES = "DPF-L08"
-ALONE = "DPF-L09"
-EACH_AVERAGED = "DPF-L10"
-SAME_ORDER = "DPF-L11"
-NEVER_ZEROED = "DPF-L12"
-ZEROED_IN_WINDOW = "DPF-L13"
-CLIPPED_SCALED = "DPF-L14"
-SCHEDULE_PER_BATCH = "DPF-L15"
-WEIGHTS = "DPF-W01"
-OTHER_TENSORS = "DPF-W02"
 
 ERRORS = (REST, WEIGHTS)  # with "raise"; the others leave numbers that a program may mean so
 LOOP, WEIGHTS_LOG = logging.getLogger("dpfuse.loop"), logging.getLogger("dpfuse.weights")

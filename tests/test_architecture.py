@@ -44,9 +44,10 @@ def breaches(layer: str, allowed: set[str]) -> list[str]:
         ({"engine"}, {"comm", "kernels"} | OPEN_TO_ALL),
         ({"gradients"}, {"comm", "engine", "kernels"} | OPEN_TO_ALL),
         ({"measure"}, {"comm", "engine", "gradients", "kernels"} | OPEN_TO_ALL),
-        ({"trace"}, {"engine"} | OPEN_TO_ALL),
-        ({"findings"}, {"engine"} | OPEN_TO_ALL),
-        ({"weights", "loop"}, {"comm", "engine", "findings", "kernels"} | OPEN_TO_ALL),
+        ({"trace"}, {"engine", "trace_file"} | OPEN_TO_ALL),
+        ({"findings"}, {"engine", "rules"} | OPEN_TO_ALL),
+        ({"rules"}, {"trace_file"} | OPEN_TO_ALL),
+        ({"weights", "loop"}, {"comm", "engine", "findings", "kernels", "rules"} | OPEN_TO_ALL),
         ({"stopping"}, {"comm", "engine"} | OPEN_TO_ALL),
         (
             {"model"},
@@ -57,7 +58,8 @@ def breaches(layer: str, allowed: set[str]) -> list[str]:
         ({"data"}, {"engine", "job"} | OPEN_TO_ALL),
         (
             FACES,
-            {"comm", "engine", "gradients", "measure", "model", "stopping", "trace", "weights", "kernels", "checkpoint"}
+            {"comm", "engine", "gradients", "measure", "model", "rules", "stopping", "trace", "weights", "kernels"}
+            | {"checkpoint"}
             | FACES
             | OPEN_TO_ALL,
         ),
@@ -71,6 +73,7 @@ def breaches(layer: str, allowed: set[str]) -> list[str]:
         "measure",
         "trace",
         "findings",
+        "rules",
         "weights and loop",
         "stopping",
         "model",

@@ -38,11 +38,11 @@ from dpfuse.engine.random_states import get_random_state, seed_from, set_random_
 from dpfuse.engine.torch_private import uncompiled
 from dpfuse.engine.user_line import warn_at_user
 from dpfuse.errors import DPFuseError, WeightsWarning
-from dpfuse.findings import WEIGHTS
 from dpfuse.model.module_sync import ModuleSync
 from dpfuse.model.state_dict import without_prefix
+from dpfuse.rules.codes import WEIGHTS
+from dpfuse.rules.w01_weights_differ import text_of_checkpoint
 from dpfuse.stopping.deadline import deadline
-from dpfuse.weights.finding import tell_known
 from dpfuse.wrapper import SyncedModule, bare_module, wrapper_of, wrappers_in
 
 __all__ = ["Checkpoint", "load_checkpoint", "save_checkpoint"]
@@ -128,7 +128,7 @@ def save_checkpoint(
             with telling(group, Doing.SAVE):
                 sync.weights.settle()  # before weights are saved that a rank suspects
         if known := sync.differing_weights:
-            warn_at_user(WeightsWarning(tell_known(sync.grads.group.rank(), known), WEIGHTS))
+            warn_at_user(WeightsWarning(text_of_checkpoint(sync.grads.group.rank(), known), WEIGHTS))
     if any(sync.open_window.holds_gradients() for sync in syncs):
         warn_at_user(
             "save_checkpoint() was called while a window of no_sync() is open: gradients have accumulated that no step "

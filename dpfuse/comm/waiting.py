@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from dpfuse.comm.failed import has_raised
-from dpfuse.comm.phase_clock import PhaseClock
+from dpfuse.comm.step_clock import StepClock
 from dpfuse.errors import DPFuseError
 
 __all__ = [
@@ -115,7 +115,7 @@ class Board:
         self.place: tuple[Wrapper, Doing, int, int] = (Wrapper(0, stall_timeout), Doing.BETWEEN, 0, -1)
         self.waits = 0  # waits begun plus waits ended: odd while this rank waits for its peers
         self.waited = 0.0  # seconds, in all of these
-        self.clock: PhaseClock | None = None  # where the time of its steps goes, if a wrapper measures that
+        self.clock: StepClock | None = None  # where the time of its steps goes, if a wrapper measures that
         self.thread = get_ident()
         self.device_done: Callable[[], bool] | None = None  # whether the device has run the last collective
         self.error = ""  # the error that last ended a forward

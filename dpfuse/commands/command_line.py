@@ -57,10 +57,10 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
 
         return show_environment(as_json=options.json)
     if options.command == "doctor":
-        from dpfuse.commands.doctor.doctor_command import Wish, doctor
+        from dpfuse.commands.doctor.doctor_command import DoctorRequest, doctor
 
-        wish = Wish(_program(options), options.ranks, options.own_ranks, options.steps, options.patience, options.out)
-        return doctor(wish, arguments)
+        program, ranks, own_ranks = _program(options), options.ranks, options.own_ranks
+        return doctor(DoctorRequest(program, ranks, own_ranks, options.steps, options.patience, options.out), arguments)
     if options.command == "diff":
         from dpfuse.commands.diff_command import diff
 

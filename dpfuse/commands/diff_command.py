@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dpfuse.errors import DPFuseError
 from dpfuse.trace.comparison import compare
-from dpfuse.trace.trace_file import RankTrace, read_folder
+from dpfuse.trace_file import RankTrace, read_folder
 
 __all__ = ["diff"]
 

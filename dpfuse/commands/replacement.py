@@ -26,10 +26,10 @@ from dpfuse.ddp.patch import Patch
 from dpfuse.engine.optimizer_step_hook import call_after_steps
 from dpfuse.engine.plan import MB
 from dpfuse.engine.user_line import user_line
-from dpfuse.findings import OTHER_MODES, OTHER_RATES, OTHER_TENSORS, SAME_BATCHES, WEIGHTS
 from dpfuse.job.descendants import descendants
+from dpfuse.rules.codes import OTHER_MODES, OTHER_RATES, OTHER_TENSORS, SAME_BATCHES, WEIGHTS
+from dpfuse.rules.w01_weights_differ import TOLD_ELSEWHERE
 from dpfuse.startup import OPTIONS
-from dpfuse.weights.finding import TOLD_ELSEWHERE
 
 __all__ = ["start"]
 

@@ -170,6 +170,7 @@ class Report:
         asked: the questions that a rank has asked, and of which every rank has heard by now: on a CPU in this backward,
             on CUDA in the one before.
         captured: whether a CUDA graph has captured the last backward, so that its replays tell the host nothing.
+        writers: as those of the layout.
     """
 
     def __init__(
@@ -185,6 +186,7 @@ class Report:
         self._is_alone = group.size() == 1
         self._fields = tuple(layout.fields)
         self._questions = tuple(layout.questions)
+        self.writers = layout.writers
         self._window = window
         self.asked: tuple[Question, ...] = ()
         self.captured = False

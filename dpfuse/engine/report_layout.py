@@ -74,6 +74,8 @@ class ReportLayout:
         places: in the order in which they lie in a report.
         questions: those for which a rank may ask, in the order in which they are answered.
         answered: these, and those that a difference asks.
+        writers: functions that are called once the last bucket is packed, with its plan, its buffer and its report. A
+            feature has its function here only while there is something to do.
 
     Example:
         >>> layout = ReportLayout()
@@ -86,6 +88,7 @@ class ReportLayout:
         self.places: list[ReportPlace] = []
         self.questions: list[Question] = []
         self.answered: list[Question] = []
+        self.writers: list[Callable[..., None]] = []
 
     def register(
         self,

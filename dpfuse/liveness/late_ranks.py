@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from dpfuse.comm.phase_clock import NAMES, WAITING
+from dpfuse.comm.step_clock import NAMES, WAITING
 from dpfuse.liveness.diagnosis import names
 
 __all__ = ["Late", "LateRanks", "SlowLink"]
@@ -138,16 +138,16 @@ class LateRanks:
     _told: dict[int, dict[int, list[float]]] = field(default_factory=dict)  # by step and rank
     _step: int = 0  # the last one of which all have told
     _table: Numbers | None = None  # what they told then, [ranks, phases]
-    _short: _Window = field(default_factory=lambda: _Window(1))
-    _long: _Window = field(default_factory=lambda: _Window(COARSE))
-    _found_in: _Window | None = None  # the window that has shown the late ranks, and will show the end of that
+    _short: _RecentBlocks = field(default_factory=lambda: _RecentBlocks(1))
+    _long: _RecentBlocks = field(default_factory=lambda: _RecentBlocks(COARSE))
+    _found_in: _RecentBlocks | None = None  # the blocks that have shown the late ranks, and will show the end of that
     # By rank and the addresses of both ends of its connections: step and rate.
     _rates: dict[tuple[int, str, str], deque[tuple[int, float]]] = field(default_factory=dict)
     # Of each block: seconds that all ranks wait at least, and the median of those in which they are busy.
     _usual: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=USUAL))
 
     def add(self, rank: int, sums: Sequence[Any], rates: Sequence[Any] = ()) -> None:
-        """Take what a rank tells: what its `PhaseClock.taken` and `DeliveryRates.read` have returned.
+        """Take what a rank tells: what its `StepClock.taken` and `DeliveryRates.read` have returned.
 
         Raises:
             ValueError: they are not what a clock can show.
@@ -264,7 +264,7 @@ class LateRanks:
         return ranks.get(end) if end in ends else None
 
 
-class _Window:
+class _RecentBlocks:
     """The newest blocks of steps. Each block is made of `count` short ones."""
 
     def __init__(self, count: int) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from time import sleep
 from typing import Any
 
-from dpfuse.comm.phase_clock import NAMES
+from dpfuse.comm.step_clock import NAMES
 from dpfuse.comm.waiting import Board
 from dpfuse.liveness.diagnosis import MAX_TEXT, names, printable
 from dpfuse.liveness.thread_state import thread_state

@@ -10,7 +10,7 @@ from dataclasses import replace
 from time import monotonic
 from typing import Any
 
-from dpfuse.comm.phase_clock import NAMES
+from dpfuse.comm.step_clock import NAMES
 from dpfuse.liveness.connection import MAX_LINE, Connection, ConnectionEndError
 from dpfuse.liveness.diagnosis import MAX_TEXT, End, EndKind, RankState, Status, judge, printable
 from dpfuse.liveness.endpoint import Endpoint

@@ -1,5 +1,6 @@
-"""Is the training loop right? What is written down of it, and the rules that look at that.
+"""Is the training loop right? What is written down of it, and what the rules of `dpfuse.rules` are asked about.
 
-Read `record` (what is known of one model), `journal` (who writes it), `watched_gradient` (what happened to one gradient
-since it was zero), then `loop_check`, which asks the rules. Each other file is one rule.
+Read `record` (what is known of one model), `journal` (who writes it, and sees where no rule has anything to look at),
+`watched_gradient` (what happened to one gradient since it was zero), then `loop_check`, which has the rules asked. Each
+other file collects what one rule looks at.
 """

@@ -76,8 +76,13 @@ class Sums:
         self.size = size
 
     def total(self, name: str) -> float:
-        """Return the sum of a word of one number: of one bit, how many ranks have set it."""
+        """Return the sum of a word of one number."""
         return float(self._numbers[self._parts[name].start])
+
+    def bit(self, name: str) -> tuple[int, bool]:
+        """Return how many ranks have set this bit, and whether this one has."""
+        place = self._parts[name].start
+        return round(self._numbers[place]), bool(self._own[place])
 
     def own(self, name: str) -> list[float]:
         """Return the word of this rank."""
@@ -85,7 +90,8 @@ class Sums:
 
     def all_set(self, name: str) -> bool:
         """Whether all ranks have set this bit."""
-        return round(self.total(name)) == self.size
+        total: float = self._numbers[self._parts[name].start]
+        return round(total) == self.size
 
     def same(self, name: str) -> bool:
         """Whether all ranks have sent the same bits."""

@@ -5,15 +5,16 @@ It is compared in a few backwards only: in the first ones, and in two of each 12
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dpfuse.engine.plan import Bucket
 from dpfuse.engine.report import Report
 from dpfuse.engine.report_layout import ReportPlace
 from dpfuse.engine.streams import capturing
+from dpfuse.findings import findings
 from dpfuse.loop.compared_words import ComparedWords, Word
 from dpfuse.loop.input_hash import InputHash
 from dpfuse.loop.own_gradient import OwnGradient
@@ -21,6 +22,7 @@ from dpfuse.loop.record import Record
 from dpfuse.loop.same_batches import SameBatches
 from dpfuse.loop.same_modes import SameModes
 from dpfuse.loop.same_rates import SameRates
+from dpfuse.rules.codes import OTHER_MODES, OTHER_RATES
 
 __all__ = ["RankComparison"]
 
@@ -38,7 +40,6 @@ class RankComparison:
     Attributes:
         own: compares what this rank has with the mean.
         waits: whether the next average is to be told of.
-        heard: whether a rule has heard something since the last step.
     """
 
     def __init__(self, module: nn.Module, record: Record, device: str, size: int, place: ReportPlace) -> None:
@@ -47,9 +48,10 @@ class RankComparison:
         self._inputs = InputHash()
         self.own = OwnGradient()
         self._batches = SameBatches(record)
-        self._modes = SameModes(module, device, record)
+        self._modes = SameModes(module, device, record.rank)
         self._rates = SameRates(record)
-        self.waits = self.heard = False
+        self._found: dict[str, str] = {}  # by code, until the next step
+        self.waits = False
 
     def compare_batches(self) -> None:
         """Compare inputs in the next backwards, also if they were decided to differ."""
@@ -61,13 +63,13 @@ class RankComparison:
         if not self._batches.decided:
             self._inputs.add(inputs)
 
-    def write(self, report: Report, packed: Tensor, params: Callable[[], Mapping[str, Tensor]]) -> None:
+    def write(self, report: Report, packed: Tensor, bucket: Bucket) -> None:
         """Write the words of this rank into the report, as it is packed.
 
         Args:
             report: knows the places of the words.
             packed: [numel], where they go.
-            params: returns the parameters, by name, after whose gradients the report is packed.
+            bucket: after whose gradients the report is packed.
         """
         self.waits = True
         words: dict[str, Word] = {"there": [1.0], **self._modes.words(), **self._rates.words()}
@@ -75,7 +77,8 @@ class RankComparison:
             words |= {"hashed": [1.0], "inputs": self._inputs.word()}
             if self._batches.nearly_told and not capturing():
                 words["parallel"] = [float(self.own.is_parallel())]
-                self.own.packed(params())
+                params = [*self._record.params().items()]
+                self.own.packed(dict(params[index] for index in bucket.params))
         self._words.tell(report, packed, words)
         self._inputs = InputHash()
 
@@ -86,15 +89,19 @@ class RankComparison:
         self.waits = self._words.waits
         if sums is None or not sums.all_set("there"):
             return
-        self.heard = True
-        for rule in (self._batches, self._modes, self._rates):
-            rule.heard(sums)
+        self._record.heard = True
+        self._batches.heard(sums)
+        for code, text in ((OTHER_MODES, self._modes.heard(sums)), (OTHER_RATES, self._rates.heard(sums))):
+            if text is not None:
+                self._found[code] = text
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Say what the rules have found, and note what this step uses."""
-        if self.heard:
-            self.heard = False
-            for rule in (self._batches, self._modes, self._rates):
-                rule.tell()
-        if self._record.due:
+        record = self._record
+        if record.heard:
+            record.heard = False
+            self._batches.tell()
+            for code in tuple(self._found):
+                findings.tell(code, self._found.pop(code), record.level)
+        if record.due:
             self._rates.before_step(optimizer)

@@ -6,16 +6,19 @@ what they look at.
 
 from __future__ import annotations
 
+from operator import is_
 from threading import get_ident
 from time import perf_counter
+from weakref import ref
 
 from torch import nn
 from torch.optim import Optimizer
 
-from dpfuse.comm.phase_clock import BACKWARD, DELIVERED, FORWARD, LOADER, MOST, STEPPED, PhaseClock
+from dpfuse.comm.step_clock import BACKWARD, DELIVERED, FORWARD, LOADER, MOST, STEPPED, StepClock
 from dpfuse.comm.waiting import Board
 from dpfuse.engine.events import Inputs, Watcher
 from dpfuse.loop.loop_check import LoopCheck
+from dpfuse.loop.optimizer_rules import RATE
 from dpfuse.loop.record import Record
 
 __all__ = ["Journal"]
@@ -39,9 +42,9 @@ class Journal(Watcher):
         self._module = module
         self._record = record
         self._board = board or Board()
-        self._clock: PhaseClock | None = None
+        self._clock: StepClock | None = None
         if board is not None:
-            self._clock = board.clock = board.clock or PhaseClock(board.waited)
+            self._clock = board.clock = board.clock or StepClock(board.waited)
         self._loop = loop
 
     def forward_begins(self, inputs: Inputs) -> None:
@@ -89,12 +92,29 @@ class Journal(Watcher):
         if loop is None:
             return
         try:
-            for watched in loop.watched:
-                watched.mean_ends()
+            for watched in loop.marked:
+                watched.mean_ends(record.averages)
             if record.looks or record.averages == loop.next_change:
                 loop.note_average()
         except Exception as error:
             loop.fail(error)
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """As `Watcher.before_step`. Most steps have nothing that a rule looks at, which is seen here without a call."""
+        record, loop = self._record, self._loop
+        if loop is None:
+            return
+        quiet = loop.settled and not (record.runs or record.due or record.heard)
+        known = loop.optimizers.get(ref(optimizer)) if quiet else None
+        watched = None if known is None or known.local_steps or known.averages == record.averages else known.watched
+        if known is None or watched is None or watched.rest or watched.param.grad is None:
+            loop.note_step(optimizer)
+            return
+        rates = [*map(RATE, optimizer.param_groups)]
+        if len(rates) != len(known.rates) or not all(map(is_, rates, known.rates)):
+            known.note_rates(rates)
+        known.averages = watched.averages = record.averages
+        known.locals, watched.has_stepped = record.local_backwards, True
 
     def after_step(self, optimizer: Optimizer) -> None:
         """As `Watcher.after_step`."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import wraps
-from typing import Concatenate, ParamSpec
-from weakref import ref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from weakref import WeakKeyDictionary, ref
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -16,7 +15,7 @@ from dpfuse.engine.events import Inputs
 from dpfuse.engine.feature import Engine, Feature
 from dpfuse.engine.local_part import leaf_of
 from dpfuse.engine.plan import Bucket, BucketPlan
-from dpfuse.engine.protocols import PackArguments, PackStep
+from dpfuse.engine.protocols import PackStep
 from dpfuse.engine.report import Report
 from dpfuse.engine.report_layout import Question, ReportPlace
 from dpfuse.engine.streams import capturing
@@ -38,24 +37,6 @@ SOON_BATCHES = 12  # the same, for batches that seem equal
 OWN = 10  # averages after which a rank looks again whether the mean is what it has itself
 PAUSE = 8, 512  # averages before it may ask again, at first and at most: a program may switch modes in each step
 
-_Args = ParamSpec("_Args")
-_Method = Callable[Concatenate["LoopCheck", _Args], None]
-
-
-def _guarded(method: _Method[_Args]) -> _Method[_Args]:
-    """Return a method of the check that ends no training where it fails, and does nothing from then on."""
-
-    @wraps(method)
-    def call(check: LoopCheck, /, *args: _Args.args, **kwargs: _Args.kwargs) -> None:
-        if check.failed:
-            return
-        try:
-            method(check, *args, **kwargs)
-        except Exception as error:
-            check.fail(error)
-
-    return call
-
 
 class LoopCheck(Feature):
     """Watches one gradient of each optimizer. Costs the same for 10 parameters and for 1,000.
@@ -73,7 +54,13 @@ class LoopCheck(Feature):
         failed: whether a rule has failed, so that the check is off.
         chooses: whether the optimizers are not all known, so that other gradients are watched, too.
         watched: the gradients.
-        next_change: how many averages there are when words begin to travel, or no longer do.
+        marked: those of them that are told of each average: all while others are watched, too, and from the first
+            backward on that was not synchronised. Until then the number of averages tells as much.
+        next_change: how many averages there are when words begin to travel, or no longer do, or a rank looks at its own
+            gradient.
+        optimizers: what is known of those that have stepped.
+        settled: whether a step behind an average has nothing that a rule looks at, unless words have arrived or are
+            due: the optimizers are known, and the rule of DPF-L04 is decided.
     """
 
     _engine: Engine
@@ -83,8 +70,8 @@ class LoopCheck(Feature):
         self._module = module
         self.record = record
         self.failed = False
-        self.chooses = True
-        self.next_change = next_change(0)
+        self.chooses, self.settled = True, False
+        self.next_change = self._words_change = next_change(0)
         self._modes = _Suspicion("modes that a rank has switched", self._compare_soon)
         self._rates = _Suspicion("learning rates that a rank has changed", self._compare_soon)
         self._batches = _Suspicion("batches that a rank takes for equal", self._compare_batches)
@@ -92,10 +79,13 @@ class LoopCheck(Feature):
         self._suspect = suspect
         self._comparison: RankComparison | None = None  # known in the first backward, as is what follows
         self.watched: list[WatchedGradient] = []
+        self.marked: list[WatchedGradient] = []
         self._spares: list[WatchedGradient] = []
-        self._of: dict[ref[Optimizer], OptimizerRules] = {}
+        self._all_averaged = True  # whether each backward so far was synchronised, and has ended
+        self.optimizers: dict[ref[Optimizer], OptimizerRules] = {}
         self._steps = 0
         self._never_stepped: NeverStepped | None = None
+        self._own: WeakKeyDictionary[Report, int] = WeakKeyDictionary()  # by report the place of a gradient beside it
 
     def join(self, engine: Engine) -> None:
         """As `Feature.join`."""
@@ -104,72 +94,91 @@ class LoopCheck(Feature):
             engine.layout.ask(one.question)
 
     def step(self, order: int, bucket: Bucket, buffer: CommBuffer, report: Report | None) -> PackStep | None:
-        """As `Feature.step`."""
-        return None if report is None else _Tell(self, bucket, buffer, report)
+        """As `Feature.step`: choose which gradient of the last bucket a rank looks at."""
+        if report is not None:
+            plain = {str(place): param for place, param in enumerate(buffer.params) if has_plain_class(param)}
+            # Its place: a bucket that is kept for later keeps no parameter alive.
+            self._own[report] = int(best_of(plain)[-1][0]) if plain else -1
+        return None
 
     def planned(self, plan: BucketPlan) -> None:
         """As `Feature.planned`."""
         if self._never_stepped is not None and self._never_stepped.misses_names(names_of(plan)):
-            self._never_stepped = NeverStepped(self.record)
+            self._never_stepped, self.settled = NeverStepped(self.record), False
 
     def thawed(self, params: Sequence[Tensor]) -> None:
         """As `Watcher.thawed`."""
         if self._never_stepped is not None and self._never_stepped.misses(map(leaf_of, params)):
-            self._never_stepped = NeverStepped(self.record)
+            self._never_stepped, self.settled = NeverStepped(self.record), False
 
     # --- What the journal tells ---
 
-    @_guarded
     def note_forward(self, inputs: Inputs) -> None:
         """A forward begins in another mode than the one before, or one whose backward may be compared."""
         record, trains = self.record, self._module.training
-        if trains is not record.trains:
-            switched, record.trains = record.trains is not None, trains
-            if switched and self._comparison is not None:
-                self._modes.ask(record.averages)
-        if record.due and self._comparison is not None:
-            self._comparison.forward_begins(inputs)
+        with self._or_off():
+            if trains is not record.trains:
+                switched, record.trains = record.trains is not None, trains
+                if switched and self._comparison is not None:
+                    self._modes.ask(record.averages)
+            if record.due and self._comparison is not None:
+                self._comparison.forward_begins(inputs)
 
-    @_guarded
     def note_backward(self, *, sync: bool, announced: bool) -> None:
         """A backward begins that is not synchronised, or comes after one that has died, or before the first steps."""
-        if self._comparison is None:
-            self._begin()
-        elif self.record.runs:  # the one before has died, after it had added to some gradients
-            for watched in self.watched:
-                watched.forget()
-        if not sync or self._spares:  # what an average writes is its own, whatever was there before
-            for watched in self.watched:
-                watched.backward_begins(announced=announced)
+        if self.failed:
+            return
+        record = self.record
+        with self._or_off():
+            if self._comparison is None:
+                self._begin()
+            if record.runs or not sync:
+                self._all_averaged = False
+                for watched in () if self.marked else self.watched:
+                    watched.catch_up(record.averages)
+                self.marked = self.watched
+            if record.runs:  # the one before has died, after it had added to some gradients
+                for watched in self.watched:
+                    watched.forget()
+            if not sync or self._spares:  # what an average writes is its own, whatever was there before
+                for watched in self.watched:
+                    watched.backward_begins(announced=announced)
 
-    @_guarded
     def note_local_backward(self) -> None:
         """A backward has added to gradients, and was not synchronised."""
-        for watched in self.watched:
-            watched.local_ends(announced=self.record.announced)
+        with self._or_off():
+            for watched in self.watched:
+                watched.local_ends(announced=self.record.announced)
 
     def note_average(self) -> None:
-        """A backward was synchronised that a rule looks at, or after which words begin to travel, or no longer do."""
-        record, comparison = self.record, self._comparison
+        """A backward was synchronised that a rule looks at, or after which what is to be packed changes."""
+        record, comparison, averages = self.record, self._comparison, self.record.averages
         if comparison is None:
             return
         if record.looks:
             if comparison.waits:
                 comparison.delivered()
-            if comparison.own.was_equal():
-                self._batches.ask(record.averages)
+            if comparison.own.look is not None and comparison.own.was_equal():
+                self._batches.ask(averages)
             record.looks = comparison.waits
-        if record.averages == self.next_change:
-            asked = record.averages < self._until
-            record.due = asked or is_due(record.averages)
-            later = next_change(record.averages)
-            self.next_change = min(later, self._until) if asked else later
+        if averages == self._words_change:
+            asked = averages < self._until
+            record.due = asked or is_due(averages)
+            later = next_change(averages)
+            self._words_change = min(later, self._until) if asked else later
+        if averages == self.next_change:
+            self.next_change, past, looks_at_own = self._words_change, averages % OWN, False
+            if averages >= LAST and not (record.due or record.on_gpu):
+                looks_at_own = not past
+                self.next_change = min(self._words_change, averages + (OWN - past if past else 1))
+            self._engine.layout.writers[:] = [self.write] if record.due or looks_at_own else []
 
     def _compare_soon(self, asked: _Suspicion, count: int = SOON) -> None:
         """Have words travel in the next averages. A rank has asked, and every rank has heard of it in this backward."""
         asked.question.asks = False
         averages = self.record.averages + 1
-        self._until, self.next_change = max(self._until, averages + count), averages
+        self._until = max(self._until, averages + count)
+        self.next_change = self._words_change = averages
         asked.rest(averages)
 
     def _compare_batches(self, asked: _Suspicion) -> None:
@@ -179,29 +188,26 @@ class LoopCheck(Feature):
 
     # --- What packing tells ---
 
-    @_guarded
-    def look_at_own(self, param: Tensor) -> None:
-        """Keep some elements of a gradient that is about to be averaged."""
-        if self._comparison is not None:
-            self._comparison.own.look_at(param)
-            self.record.looks = True
+    def write(self, bucket: Bucket, buffer: CommBuffer, report: Report) -> None:
+        """Write into the report what the ranks are to have in common, or keep some elements of a gradient.
 
-    @_guarded
-    def tell(self, report: Report, packed: Tensor, bucket: Bucket) -> None:
-        """Write into the report, as it is packed after this bucket, what the ranks are to have in common."""
-        if self._engine.without_inputs or self._comparison is None:
+        They are packed, and about to be averaged.
+        """
+        comparison, record = self._comparison, self.record
+        if comparison is None or (record.due and self._engine.without_inputs):
             return
-
-        def params() -> dict[str, Tensor]:
-            found = [*self.record.params().items()]
-            return dict(found[index] for index in bucket.params)
-
-        self._comparison.write(report, packed, params)
-        self.record.looks = True
+        try:
+            if record.due:
+                comparison.write(report, buffer.report, bucket)
+            elif 0 <= self._own[report] < len(buffer.params):
+                comparison.own.look_at(buffer.params[self._own[report]])
+            record.looks = True
+        except Exception as error:
+            self.fail(error)
 
     # --- What optimizers tell ---
 
-    def before_step(self, optimizer: Optimizer) -> None:
+    def note_step(self, optimizer: Optimizer) -> None:
         """Have the rules look, unless it is a step inside a backward; `optimizer` is about to step."""
         comparison, record = self._comparison, self.record
         if self.failed or comparison is None:
@@ -213,16 +219,25 @@ class LoopCheck(Feature):
                 self._never_stepped.before_step(optimizer)
             if record.runs:
                 return
-            if comparison.heard or record.due:
+            if record.heard or record.due:
                 comparison.before_step(optimizer)
-            rules = self._of.get(ref(optimizer))
+            rules = self.optimizers.get(ref(optimizer))
             if rules is None:
-                self._of = {each: found for each, found in self._of.items() if each() is not None}
-                rules = self._of[ref(optimizer)] = OptimizerRules(record, self._suspect, self._rates.ask)
+                self.optimizers = {each: found for each, found in self.optimizers.items() if each() is not None}
+                rules = self.optimizers[ref(optimizer)] = OptimizerRules(record, self._suspect, self._rates.ask)
             before = rules.watched
             rules.before_step(optimizer, self._spares)
             if self._spares or rules.watched is not before:
                 self._choose_watched()
+            self.settled = not self.chooses and self._never_stepped is not None and self._never_stepped.decided
+        except Exception as error:
+            self.fail(error)
+
+    @contextmanager
+    def _or_off(self) -> Iterator[None]:
+        """End no training where a rule fails that is asked inside."""
+        try:
+            yield
         except Exception as error:
             self.fail(error)
 
@@ -234,12 +249,13 @@ class LoopCheck(Feature):
         """
         if isinstance(error, (DPFuseError, LoopWarning)):
             raise error
-        self.failed, self.chooses = True, False
+        self.failed, self.chooses, self.settled = True, False, False
         findings.log_failure(self.record.rank, error)
-        self._of.clear()
-        self.watched, self._spares = [], []
+        self.optimizers.clear()
+        self._engine.layout.writers.clear()
+        self.watched, self.marked, self._spares = [], [], []
         self._comparison = self._never_stepped = None
-        self.record.due = self.record.looks = False
+        self.record.due = self.record.heard = self.record.looks = False
 
     def _begin(self) -> None:
         grads, record = self._engine, self.record
@@ -247,7 +263,7 @@ class LoopCheck(Feature):
         found = best_of({name: param for name, param in record.params().items() if has_plain_class(param)})
         some = found[:: max(1, -(-len(found) // SPARES))]
         self._spares = [WatchedGradient(param, name, record.rank) for name, param in some]
-        self.watched = list(self._spares)
+        self.watched = self.marked = list(self._spares)
         self._never_stepped = NeverStepped(record)
         device, size = grads.params[0].device.type, grads.group.size()
         self._comparison = RankComparison(self._module, record, device, size, self._place)
@@ -257,8 +273,9 @@ class LoopCheck(Feature):
         self._steps += 1
         if self._steps >= KNOWN:
             self._spares, self.chooses = [], False
-        in_use = [*self._spares, *(each.watched for each in self._of.values() if each.watched is not None)]
+        in_use = [*self._spares, *(each.watched for each in self.optimizers.values() if each.watched is not None)]
         self.watched = list({id(each): each for each in in_use}.values())
+        self.marked = [] if self._all_averaged and not self._spares else self.watched
 
 
 class _Suspicion:
@@ -281,29 +298,3 @@ class _Suspicion:
     def rest(self, averages: int) -> None:
         """Ask no more for a while."""
         self._silent_until, self._pause = averages + self._pause, min(2 * self._pause, PAUSE[1])
-
-
-class _Tell(PackStep):
-    """Has the check write into the report, after what the bucket packs."""
-
-    def __init__(self, check: LoopCheck, bucket: Bucket, buffer: CommBuffer, report: Report) -> None:
-        self._check = check
-        self._record = check.record
-        self._bucket = bucket
-        self._buffer = buffer
-        self._report = report
-        plain = {str(place): param for place, param in enumerate(buffer.params) if has_plain_class(param)}
-        # Its place: a bucket that is kept for later keeps no parameter alive.
-        self._own = int(best_of(plain)[-1][0]) if plain else -1
-
-    def after(self, arguments: PackArguments) -> None:
-        record = self._record
-        if record.due:
-            self._check.tell(self._report, self._buffer.report, self._bucket)
-        elif (
-            record.averages >= LAST
-            and not record.averages % OWN
-            and 0 <= self._own < len(self._buffer.params)
-            and not record.on_gpu
-        ):
-            self._check.look_at_own(self._buffer.params[self._own])

@@ -16,9 +16,10 @@ from torch.distributed import DistError
 from dpfuse.engine.sample import Sample, sample_of, values_of
 from dpfuse.engine.tensor_hash import hash_of
 from dpfuse.engine.torch_private import default_store
-from dpfuse.findings import NOTHING_AVERAGED, findings
+from dpfuse.findings import findings
 from dpfuse.loop.record import Record
 from dpfuse.loop.watched_gradient import WatchedGradient
+from dpfuse.rules.codes import NOTHING_AVERAGED
 
 __all__ = ["NeverAveraged"]
 

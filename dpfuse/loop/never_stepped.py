@@ -1,4 +1,4 @@
-"""The rule of DPF-L04: gradients are averaged step after step for parameters that no optimizer steps on."""
+"""Looks at the parameters that no optimizer steps on, for the rule of DPF-L04."""
 
 from __future__ import annotations
 
@@ -12,17 +12,15 @@ from torch.optim import Optimizer
 
 from dpfuse.engine.sample import Sample, are_comparable, sample_of, values_of
 from dpfuse.engine.streams import HostCopy
-from dpfuse.findings import NEVER_STEPPED, findings
+from dpfuse.findings import findings
 from dpfuse.loop.record import Record
 from dpfuse.loop.watched_gradient import has_plain_class
+from dpfuse.rules.codes import NEVER_STEPPED
+from dpfuse.rules.l04_never_stepped import AVERAGES, BEGIN, LATER, is_left_out, text_of
 
 __all__ = ["NeverStepped"]
 
-BEGIN = 2  # averages, after which weights are copied
-AVERAGES = 20  # after that, until they are compared
-LATER = 1000  # averages, until parameters are told of for which an optimizer may begin late
 COMPARED = 16  # parameters
-NAMED = 5  # parameters
 
 
 class NeverStepped:
@@ -104,12 +102,12 @@ class NeverStepped:
         return [
             param
             for param in params
-            if id(param) not in self._owned
-            and has_plain_class(param)
-            and param.grad is not None
-            and param.grad.layout is torch.strided
-            # A copy in float32 may change a weight of 16 bits after many steps only.
-            and (param.dtype.itemsize > 2 or torch.float32 not in self._foreign)
+            if has_plain_class(param)
+            and is_left_out(
+                has_gradient=param.grad is not None and param.grad.layout is torch.strided,
+                is_stepped=id(param) in self._owned,
+                may_have_copy=param.dtype.itemsize <= 2 and torch.float32 in self._foreign,
+            )
         ]
 
     def _compare(self) -> None:
@@ -132,19 +130,11 @@ class NeverStepped:
         if averages < LATER and (self._owned or self._may_step_later(rest)):
             self.decided, self._waits_for_step = False, True
             return
-        names = [repr(self._names[id(param)]) for param in rest]
-        more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+        names = [self._names[id(param)] for param in rest]
         nbytes = sum(param.numel() * param.element_size() for param in rest)
         stepped = [type(optimizer).__name__ for optimizer in self._groups]
-        findings.tell(
-            NEVER_STEPPED,
-            f"rank {self._record.rank}: {LATER if averages >= LATER else AVERAGES:,} backwards averaged gradients of "
-            f"{len(rest)} of {len(self._params)} parameters, {', '.join(names[:NAMED])}{more}, and no optimizer that "
-            f"has stepped ({', '.join(stepped)}) has them. Their weights did not change. That is {nbytes:,} bytes of "
-            "each backward. Expected an optimizer of the parameters of this model: make it from the wrapped model, not "
-            "from another copy, or call its step(). Freeze what is not to be trained (requires_grad=False).",
-            self._record.level,
-        )
+        text = text_of(self._record.rank, averages, names, len(self._params), nbytes, stepped)
+        findings.tell(NEVER_STEPPED, text, self._record.level)
 
 
 def same_values(before: Sample, now: Sample) -> Tensor:

@@ -38,22 +38,37 @@ class OwnGradient:
         self.look: tuple[Tensor, Sample] | None = None
 
     def look_at(self, param: Tensor) -> None:
-        """Copy before the average, on a CPU, so that `was_equal` can tell. No average has written its gradient yet."""
-        grad = param.grad
-        self.look = None
-        if param.requires_grad and grad is not None and has_strides(grad) and grad.is_cpu and grad.numel():
+        """Copy before the average, on a CPU, so that `was_equal` can tell. No average has written its gradient yet.
+
+        Here and in `was_equal` stands what `has_strides` asks, since each tenth step has these looks.
+        """
+        grad, self.look = param.grad, None
+        if type(grad) is not Tensor or grad.layout is not torch.strided or grad.is_complex():
+            return
+        if param.requires_grad and grad.is_cpu and grad.numel():
             self.look = param, sample_of(grad)
 
     def was_equal(self) -> bool:
-        """Whether the average that has ended left what this rank had, as if all ranks had the same gradient."""
+        """Whether the average that has ended left what this rank had, as if all ranks had the same gradient.
+
+        It may differ by rounding, is finite, and not all zero.
+        """
         look, self.look = self.look, None
         if look is None:
             return False
         before, grad = look[1], look[0].grad
-        if grad is None or not has_strides(grad):
+        now = sample_of(grad) if type(grad) is Tensor and grad.layout is torch.strided else None
+        if now is None or not are_comparable(before, now):
             return False
-        now = sample_of(grad)
-        return are_comparable(before, now) and _are_close(before.memory, now.memory, now.dtype)
+        if type(before.memory) is bytes and type(now.memory) is bytes and now.dtype is torch.float32:
+            (one,), (other,) = FLOAT.unpack_from(before.memory), FLOAT.unpack_from(now.memory)
+            # Nearly always the first ones differ, which takes no operation of torch. NaN is not close to anything.
+            if not abs(one - other) <= 100 * ROUNDED * abs(one):
+                return False
+        own, mean = (values_of(each).float() for each in (before, now))
+        largest = float(own.abs().max())
+        rounded = ROUNDED_16 if now.dtype.itemsize == 2 else ROUNDED
+        return 0 < largest < inf and bool((mean - own).abs().max() <= rounded * largest)
 
     def packed(self, params: Mapping[str, Tensor]) -> None:
         """Copy before the average.
@@ -93,19 +108,6 @@ class OwnGradient:
             return False
         parallel = before * (before @ now) / (before @ before)
         return bool((now - parallel).norm() <= APART * now.norm())
-
-
-def _are_close(before: Tensor | bytes, now: Tensor | bytes, dtype: torch.dtype) -> bool:
-    """Whether samples differ by nothing but rounding, are finite, and not all zero."""
-    if type(before) is bytes and type(now) is bytes and dtype is torch.float32:
-        (one,), (other,) = FLOAT.unpack_from(before), FLOAT.unpack_from(now)
-        # Without an operation of torch, since nearly always the first ones differ. NaN is not close to anything.
-        if not abs(one - other) <= 100 * ROUNDED * abs(one):
-            return False
-    own, mean = (values_of(Sample(each, dtype)).float() for each in (before, now))
-    largest = float(own.abs().max())
-    rounded = ROUNDED_16 if dtype.itemsize == 2 else ROUNDED
-    return 0 < largest < inf and bool((mean - own).abs().max() <= rounded * largest)
 
 
 def has_strides(grad: Tensor | None) -> bool:

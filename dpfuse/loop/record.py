@@ -29,6 +29,7 @@ class Record:
         announced: whether an output of the wrapper has told of that one.
         trains: whether the module was in training mode in the last forward; None before the first one.
         due: whether words travel with the next synchronised backward.
+        heard: whether such words have arrived since the last step.
         looks: whether a rule looks at the gradients that the next one averages, or at what ranks tell each other then.
     """
 
@@ -38,5 +39,5 @@ class Record:
         self.level: Level = level
         self.rank = group.rank()
         self.averages = self.local_backwards = 0
-        self.on_gpu = self.runs = self.announced = self.due = self.looks = False
+        self.on_gpu = self.runs = self.announced = self.due = self.heard = self.looks = False
         self.trains: bool | None = None

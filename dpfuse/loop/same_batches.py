@@ -1,16 +1,16 @@
-"""The rule of DPF-L05: all ranks compute on the same batches."""
+"""Hears what ranks tell each other of their inputs, for the rule of DPF-L05."""
 
 from __future__ import annotations
 
 from weakref import WeakSet
 
-from dpfuse.findings import SAME_BATCHES, findings
+from dpfuse.findings import findings
 from dpfuse.loop.compared_words import Sums
 from dpfuse.loop.record import Record
+from dpfuse.rules.codes import SAME_BATCHES
+from dpfuse.rules.l05_same_batches import STEPS, Batch, Batches, note, text_of
 
 __all__ = ["SameBatches"]
-
-STEPS = 8  # in a row, in which the hashes of all ranks were equal, and other ones than in the step before
 
 
 class SameBatches:
@@ -18,9 +18,6 @@ class SameBatches:
 
     A generator of images may get the same noise on every rank, while the real images differ. So nothing is said where
     another wrapper of this process has seen different inputs, or has not seen enough.
-
-    Equal inputs alone prove nothing: each rank may take its part of the batch in forward, or have other targets, or
-    noise of its own. So they are a mistake only where all ranks have the same gradient, too.
 
     Args:
         record: of the model whose gradients are averaged.
@@ -31,62 +28,40 @@ class SameBatches:
 
     def __init__(self, record: Record) -> None:
         self.decided = False
-        self._differ = self._parallel = False
         self._record = record
-        self._before: list[float] = []
-        self._steps = 0
+        self._seen = Batches()
         _all.add(self)
 
     def begin_again(self) -> None:
         """Compare from now on what was decided before, since a rank suspects that batches have become equal."""
-        self.decided = self._differ = False
-        self._steps, self._before = 0, []
+        self.decided = False
+        self._seen = Batches()
 
     @property
     def nearly_told(self) -> bool:
         """Whether gradients are to be compared: one backward copies them, the next tells, and a GPU is one late."""
-        return self._steps >= STEPS - 3
+        return self._seen.row >= STEPS - 3
 
     def heard(self, sums: Sums) -> None:
         """Take what the ranks have sent."""
-        if not sums.all_set("hashed"):
-            self._steps = 0
-            return
-        self._parallel = sums.all_set("parallel") or (self._parallel and self._steps > 0)
-        own = sums.own("inputs")
-        if not sums.same("inputs"):
-            self.decided = self._differ = True
-        self._steps = 0 if own == self._before else self._steps + 1
-        self._before = own
+        own = (*sums.own("inputs"),) if sums.all_set("hashed") else None
+        self._seen = note(self._seen, Batch(own, sums.same("inputs"), sums.all_set("parallel")))
+        self.decided = self.decided or self._seen.differ
 
     def tell(self) -> None:
         """Say what was found."""
-        if self._steps < STEPS or self.decided:
-            return
-        if any(other._differ or other._steps < STEPS for other in tuple(_all)):
+        if self._seen.row < STEPS or self.decided or any(not other._may_be_wrong for other in tuple(_all)):
             return
         self.decided = True
-        rank = self._record.rank
-        seen = (
-            f"rank {rank}: in {self._steps} steps in a row, hashes of all inputs of the model were equal on all ranks, "
-            "and other ones than in the step before."
-        )
-        do = "give the loader a DistributedSampler, or let the rank be part of the seed with which samples are drawn"
-        if self._parallel:
-            findings.tell(
-                SAME_BATCHES,
-                f"{seen} Every rank computes on the same batches, so more ranks do not mean more data. Expected other "
-                f"batches on each rank: {do}. If equal inputs are meant, pass "
-                'check_training="log" to the wrapper.',
-                self._record.level,
-            )
-            return
-        findings.note(
-            SAME_BATCHES,
-            rank,
-            f"{seen} The gradients of the ranks differ, as where each rank takes its part of the batch in forward, or "
-            f"has other targets. If the batches are equal by mistake, and only dropout differs, {do}.",
-        )
+        text = text_of(self._record.rank, self._seen)
+        if self._seen.parallel:
+            findings.tell(SAME_BATCHES, text, self._record.level)
+        else:
+            findings.note(SAME_BATCHES, self._record.rank, text)
+
+    @property
+    def _may_be_wrong(self) -> bool:
+        return self._seen.row >= STEPS and not self._seen.differ
 
 
 _all: WeakSet[SameBatches] = WeakSet()  # of this process

@@ -1,4 +1,4 @@
-"""The rule of DPF-L07: optimizers of the ranks step on the same parameters with other learning rates."""
+"""What DPF-L07 is asked about: the learning rates with which this rank and the others step."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ from zlib import crc32
 
 from torch.optim import Optimizer
 
-from dpfuse.findings import OTHER_RATES, findings
 from dpfuse.loop.compared_words import Sums, Word, bits_of
 from dpfuse.loop.record import Record
+from dpfuse.rules.l07_other_rates import mean_of, note
 
-__all__ = ["REMEDY", "SameRates"]
+__all__ = ["SameRates"]
 
 BITS = 8
-BACKWARDS = 2  # running
-REMEDY = "Step each schedule equally often on every rank, and give one that depends on a loss the mean over the ranks."
 
 
 class SameRates:
@@ -32,9 +30,9 @@ class SameRates:
         # By optimizer, the number of its groups, a hash, and the places of the groups of the model.
         self._owned: WeakKeyDictionary[Optimizer, tuple[int, int, list[int]]] = WeakKeyDictionary()
         self._rates: dict[tuple[str, int], list[float]] = {}  # by name of an optimizer, and that hash
+        self._own: list[tuple[str, list[float]]] = []  # these, in order, without the hashes
         self._known = True
-        self._backwards = 0
-        self._text = ""
+        self._backwards = 0  # running, that the rule remembers
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Note the rates of this optimizer."""
@@ -42,8 +40,9 @@ class SameRates:
         if not owned:
             return
         rates: list[Any] = [optimizer.param_groups[place].get("lr") for place in places]
-        if all(type(rate) in (int, float) for rate in rates):
+        if {*map(type, rates)} <= {int, float}:
             self._rates[type(optimizer).__name__, owned] = rates
+            self._own = [(name, rates) for (name, _), rates in sorted(self._rates.items())]
         else:
             self._known = False
 
@@ -63,37 +62,16 @@ class SameRates:
 
     def words(self) -> Mapping[str, Word]:
         """Return what is compared."""
-        rates = sorted(self._rates.items())
         return {
-            "rated": [float(self._known and bool(rates))],
-            "owned": bits_of(crc32(repr([key for key, _ in rates]).encode()), BITS),
-            "rates": bits_of(crc32(repr([values for _, values in rates]).encode()), BITS),
-            "rate": [self._mean()],
+            "rated": [float(self._known and bool(self._own))],
+            "owned": bits_of(crc32(repr(sorted(self._rates)).encode()), BITS),
+            "rates": bits_of(crc32(repr(self._own).encode()), BITS),
+            "rate": [mean_of(self._own)],
         }
 
-    def _mean(self) -> float:
-        rates = [rate for values in self._rates.values() for rate in values]
-        return sum(rates) / max(1, len(rates))
-
-    def heard(self, sums: Sums) -> None:
-        """Take what the ranks have sent."""
-        comparable = sums.all_set("rated") and sums.same("owned")
-        differs = comparable and not sums.same("rates")
-        self._backwards = self._backwards + 1 if differs else 0
-        if self._backwards < BACKWARDS:
-            return
-        here = ", ".join(f"{name} {', '.join(map(str, rates))}" for (name, _), rates in sorted(self._rates.items()))
-        rank, mean = self._record.rank, self._mean()
-        others = (sums.total("rate") - mean) / (sums.size - 1)
-        who = "the other rank has" if sums.size == 2 else "the other ranks have"
-        self._text = (
-            f"rank {rank}: in {BACKWARDS} steps running, the learning rates were not the same on all {sums.size} "
-            f"ranks, for the same parameters. Rank {rank} has {here}, with a mean of {mean:.6g}; {who} a mean of "
-            f"{others:.6g}. Expected equal ones; the weights of the ranks drift apart. {REMEDY}"
-        )
-
-    def tell(self) -> None:
-        """Say what was found."""
-        if self._text:
-            findings.tell(OTHER_RATES, self._text, self._record.level)
-            self._text = ""
+    def heard(self, sums: Sums) -> str | None:
+        """Return what is said of what the ranks have sent."""
+        known = {"comparable": sums.all_set("rated") and sums.same("owned"), "same": sums.same("rates")}
+        rank, total = self._record.rank, sums.total("rate")
+        self._backwards, text = note(self._backwards, rank, sums.size, self._own, total, **known)
+        return text

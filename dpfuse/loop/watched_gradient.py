@@ -31,18 +31,19 @@ class WatchedGradient:
         bits: a copy of a few elements after each backward that was not averaged, where `rest` is above 0.
         length: how many backwards have written it since the last step, or since it was zero.
         has_stepped: whether an optimizer has stepped on it since then, once the rules have looked.
+        averages: the number of synchronised backwards up to the last one that is known here.
     """
 
     __slots__ = (
-        "_count", "_seen", "bits", "has_mean", "has_stepped", "length", "locals", "name", "param", "rank", "rest",
-        "rest_line",
+        "_count", "_seen", "averages", "bits", "has_mean", "has_stepped", "length", "locals", "name", "param", "rank",
+        "rest", "rest_line",
     )  # fmt: skip
 
     def __init__(self, param: Tensor, name: str, rank: int) -> None:
         self.param = param
         self.name = name
         self.rank = rank
-        self._seen = self._count = 0  # the id of the gradient, and its count of writes
+        self._seen = self._count = self.averages = 0  # the id of the gradient, and its count of writes
         self.forget()
 
     def forget(self) -> None:
@@ -101,16 +102,22 @@ class WatchedGradient:
         if self.rest:
             self.bits = sample_of(grad)
 
-    def mean_ends(self) -> None:
-        """Note the end of a synchronised backward. It repeats `_mark` and `_written`, since each step runs it."""
-        grad = self.param.grad
-        if grad is None or grad.is_inference():
-            self._mark(grad)
-        else:
-            self._seen, self._count = id(grad), grad._version
+    def mean_ends(self, averages: int) -> None:
+        """Note the end of a synchronised backward; with it there are so many."""
+        grad, self.averages = self.param.grad, averages
+        self._mark(grad)
         if grad is not None:
-            self.length = 1 if self.has_stepped else self.length + 1
-            self.has_stepped, self.has_mean, self.rest, self.bits = False, True, 0, None
+            self._written()
+            self.has_mean, self.rest, self.bits = True, 0, None
+
+    def catch_up(self, averages: int) -> None:
+        """Take the gradient for what the last of so many averages has left, since their ends were not told.
+
+        Other code may have zeroed it since. Values decide, as behind a step, where the host need not wait for them.
+        """
+        has_stepped, grad = self.averages == averages, self.param.grad
+        self.mean_ends(averages)
+        self.has_stepped = has_stepped or (grad is not None and self._is_readable(grad))
 
     def _written(self) -> None:
         self.length = 1 if self.has_stepped else self.length + 1

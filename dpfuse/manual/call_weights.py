@@ -18,8 +18,8 @@ from dpfuse.engine.events import Watcher, hear_steps
 from dpfuse.engine.phase import IDLE
 from dpfuse.engine.report import Compared
 from dpfuse.errors import WeightsWarning
+from dpfuse.rules.w01_weights_differ import Phrases
 from dpfuse.weights.check import WeightsCheck
-from dpfuse.weights.finding import Phrases
 from dpfuse_kernels.bit_hash import BITS
 
 __all__ = ["DUE", "CallWeights"]

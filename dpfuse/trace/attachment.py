@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from dpfuse.engine.optimizer_step_hook import call_after_steps, call_before_steps
-from dpfuse.trace.trace_file import VARIABLE
 from dpfuse.trace.tracer import Tracer
+from dpfuse.trace_file import VARIABLE
 
 __all__ = ["process_tracer", "start_tracer", "stop_tracer"]
 

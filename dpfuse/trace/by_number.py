@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dpfuse.trace.trace_file import MICRO_BATCHES, RankTrace
+from dpfuse.trace_file import MICRO_BATCHES, RankTrace
 
 __all__ = ["by_number"]
 

@@ -16,7 +16,7 @@ from torch.optim.optimizer import Optimizer
 
 from dpfuse.engine.sample import is_dense
 from dpfuse.engine.tensor_hash import read
-from dpfuse.trace.trace_file import NOT_FINITE, SKIPPED, STEPPED, WEIGHTS
+from dpfuse.trace_file import NOT_FINITE, SKIPPED, STEPPED, WEIGHTS
 
 __all__ = ["FiniteLook", "Look", "is_finite", "is_left_out"]
 

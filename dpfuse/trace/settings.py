@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dpfuse.trace.trace_file import FORMAT
+from dpfuse.trace_file import FORMAT
 from dpfuse.version import __version__
 
 __all__ = ["process_settings"]

@@ -2,5 +2,6 @@
 
 `states` says what follows what, and `check` does it, with `steps` and `backward_begins` (events), `schedule` (what is
 hashed next), `compared_tensors`, `hashing`, `delayed` (what ranks hear), `suspicion` and `false_alarms`. Where ranks
-differ, `differences` finds in what, `differing` keeps what is known, `finding` says it. `uncompared` stands alone.
+differ, `differences` finds in what, and `differing` keeps what is known. `uncompared` stands alone. The words of
+what is found are those of DPF-W01 in `dpfuse.rules`.
 """

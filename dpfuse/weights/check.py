@@ -33,14 +33,16 @@ from dpfuse.engine.protocols import PackStep
 from dpfuse.engine.report import Compared, Report
 from dpfuse.engine.report_layout import Question, ReportPlace
 from dpfuse.engine.streams import capturing
-from dpfuse.findings import OTHER_TENSORS, REST, Level, findings, say
+from dpfuse.findings import Level, findings, say
+from dpfuse.rules import w02_other_tensors
+from dpfuse.rules.codes import OTHER_TENSORS, REST
+from dpfuse.rules.w01_weights_differ import OF_BACKWARDS, Phrases
 from dpfuse.weights.backward_begins import BackwardBegins
 from dpfuse.weights.compared_tensors import ComparedTensors, Model
 from dpfuse.weights.delayed import Delayed, Echo
 from dpfuse.weights.differences import compare
 from dpfuse.weights.differing import Differing, Examined, Told
 from dpfuse.weights.false_alarms import FalseAlarms
-from dpfuse.weights.finding import OF_BACKWARDS, Phrases, tell_other_tensors
 from dpfuse.weights.hashing import Hashing, Hold
 from dpfuse.weights.schedule import LastEqual, SliceSchedule
 from dpfuse.weights.states import (
@@ -57,6 +59,7 @@ from dpfuse.weights.states import (
     NOTHING,
     OFF,
     OUTER_STEP,
+    PASS_SLICE,
     STEP,
     SUSPECTED,
     SYNCHRONIZED,
@@ -153,7 +156,6 @@ class WeightsCheck(Feature):
         self._false_alarms = FalseAlarms()
         self._found: Told | None = None  # to be told once gradients are delivered
         self._act: dict[Action, Callable[[], None]] = {
-            Action.PASS_SLICE: self._schedule.pass_one,
             Action.HASH_SLICE: partial(self._hash, each=False, again=False),
             Action.HASH_SLICE_AGAIN: partial(self._hash, each=False, again=True),
             Action.HASH_EACH: partial(self._hash, each=True, again=False),
@@ -270,7 +272,8 @@ class WeightsCheck(Feature):
             steps.inside = steps.inside or phase not in (LOCAL, ABANDONED)
             return
         event = STEP
-        if state is AWAITED and self._schedule.empty and self._tensors.model.looks == self._tensors.made_for:
+        schedule, tensors = self._schedule, self._tensors
+        if state is AWAITED and schedule.turn < schedule.empty_until and tensors.model.looks == tensors.made_for:
             event = EMPTY_STEP
             if steps.running is not None:
                 steps.running.counted()
@@ -279,7 +282,9 @@ class WeightsCheck(Feature):
         elif steps.running is not None and steps.running.is_outer(optimizer):
             event = OUTER_STEP
         action, self._state = TRANSITIONS[state, event]
-        if action is not NOTHING:
+        if action is PASS_SLICE:  # in nearly each step, which has no call to spare
+            schedule.turn += 1
+        elif action is not NOTHING:
             self._act[action]()
 
     def _ids(self) -> set[int]:
@@ -304,7 +309,7 @@ class WeightsCheck(Feature):
                 self._hashes = _Hashes(hashing.each())
                 self._begins.hear()
             if not again:
-                self._schedule.advance()
+                self._schedule.turn += 1
             if self._steps.running is not None:
                 self._steps.running.counted()
             seed, number = self._schedule.place(hashing.slices)
@@ -450,7 +455,7 @@ class WeightsCheck(Feature):
         self._schedule.go_to(found.turn)
         self._sent.forget()
         if found.strangers:
-            text = tell_other_tensors(self._group.rank(), found.strangers)
+            text = w02_other_tensors.text_of(self._group.rank(), found.strangers)
             self._found = OTHER_TENSORS, text, self._differing.level
             self.turn_off("the ranks have other parameters")
         elif hashing is not None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dpfuse.comm import collective
-from dpfuse.weights.finding import Measured
+from dpfuse.rules.w01_weights_differ import Measured
 from dpfuse.weights.hashing import Hashing
 
 __all__ = ["Differences", "Distances", "compare", "measure"]

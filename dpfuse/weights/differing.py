@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dpfuse.findings import REST, WEIGHTS, Level
+from dpfuse.findings import Level
+from dpfuse.rules.codes import REST, WEIGHTS
+from dpfuse.rules.w01_weights_differ import Drift, Phrases
 from dpfuse.weights.compared_tensors import ComparedTensors
 from dpfuse.weights.differences import Differences, measure
-from dpfuse.weights.finding import Drift, Phrases
 from dpfuse.weights.hashing import Hashing
 from dpfuse.weights.schedule import LastEqual
 

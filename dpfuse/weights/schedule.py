@@ -54,31 +54,19 @@ class SliceSchedule:
     """Which slice is due. Ranks whose numbers are equal hash the same one.
 
     Attributes:
-        turn: the number of the slice that was hashed last, over all passes; 0 before the first.
-        empty: how many slices that come next are known to be empty.
+        turn: the number of the slice that was hashed last, or passed as empty, over all passes; 0 before the first.
+        empty_until: the number of the last slice that is known to be empty, as all are between `turn` and it.
 
     Example:
         >>> schedule = SliceSchedule()
-        >>> schedule.advance()
-        >>> schedule.hashed(empty=1)
-        >>> schedule.pass_one()
-        >>> schedule.advance()
-        >>> schedule.turn, schedule.place(slices=2)
-        (3, (1, 0))
+        >>> for _ in range(3):
+        ...     schedule.turn += 1
+        >>> schedule.place(slices=2)
+        (1, 0)
     """
 
     def __init__(self) -> None:
-        self.turn = 0
-        self.empty = 0
-
-    def pass_one(self) -> None:
-        """Count a slice that is empty."""
-        self.turn += 1
-        self.empty -= 1
-
-    def advance(self) -> None:
-        """Count a slice that is hashed now."""
-        self.turn += 1
+        self.turn = self.empty_until = 0
 
     def place(self, slices: int) -> tuple[int, int]:
         """Return of the slice that was counted last the seed of its pass, of so many slices, and the place in it."""
@@ -86,11 +74,11 @@ class SliceSchedule:
 
     def hashed(self, empty: int) -> None:
         """Note how many empty ones follow."""
-        self.empty = empty
+        self.empty_until = self.turn + empty
 
     def go_to(self, turn: int) -> None:
         """Go on after another slice, as other ranks do."""
-        self.turn, self.empty = turn, 0
+        self.turn = self.empty_until = turn
 
 
 class LastEqual:

@@ -17,7 +17,7 @@ from dpfuse.commands.command_line import main
 from dpfuse.commands.run_command import _interpreter_flags
 from dpfuse.errors import LoopWarning, WeightsWarning
 from dpfuse.startup import FOLDER, startup_variables
-from dpfuse.trace.trace_file import read_folder
+from dpfuse.trace_file import read_folder
 from tests.commands.programs import PROGRAMS
 from tests.commands.side_by_side import REPLACED, assert_same, python
 from tests.distributed.processes import all_gone, clean_environment, family, free_port, start

@@ -14,7 +14,7 @@ import dpfuse
 from dpfuse.errors import DPFuseWarning, LoopWarning
 from dpfuse.loop.compared_words import ComparedWords
 from dpfuse.loop.local_rest import LocalRest
-from dpfuse.loop.local_steps import LocalSteps
+from dpfuse.loop.optimizer_rules import OptimizerRules
 from dpfuse.loop.own_gradient import OwnGradient
 from dpfuse.loop.watched_gradient import WatchedGradient
 from tests.loops.logs import logged
@@ -29,7 +29,7 @@ RULES = [
     (LocalRest, "before_step"),
     (OwnGradient, "look_at"),
     (OwnGradient, "was_equal"),
-    (LocalSteps, "before_step"),
+    (OptimizerRules, "count_local"),
 ]
 
 

@@ -1,13 +1,16 @@
-"""What the journal writes down, and when it has the rules look: in a settled step it only marks a gradient or two."""
+"""What the journal writes down, and when it has the rules look: in a settled step, never."""
 
 from __future__ import annotations
 
 from unittest.mock import Mock
+from weakref import ref
 
 import pytest
+import torch
 from torch import nn
+from torch.optim import SGD
 
-from dpfuse.comm.phase_clock import BACKWARD, DELIVERED, FORWARD, LOADER, MOST, STEPPED
+from dpfuse.comm.step_clock import BACKWARD, DELIVERED, FORWARD, LOADER, MOST, STEPPED
 from dpfuse.comm.waiting import Board
 from dpfuse.loop.journal import Journal
 from dpfuse.loop.record import Record
@@ -21,8 +24,12 @@ class Training:
         group.rank.return_value = 1
         self.module, self.record = nn.Linear(2, 2), Record(dict, group, "warn")
         self.record.trains = True
-        self.watched = Mock()
-        self.loop = Mock(chooses=False, next_change=-1, watched=[self.watched])
+        self.optimizer, param = SGD([nn.Parameter(torch.ones(2))], lr=0.1), Mock()
+        self.watched = Mock(rest=0, has_stepped=False, param=param)
+        self.known = Mock(averages=0, local_steps=0, rates=[0.1], watched=self.watched)
+        self.optimizer.param_groups[0]["lr"] = self.known.rates[0]
+        self.loop = Mock(chooses=False, settled=True, next_change=-1, marked=[])
+        self.loop.optimizers = {ref(self.optimizer): self.known}
         self.journal = Journal(self.module, self.record, board, self.loop)
 
     @property
@@ -42,7 +49,8 @@ class Training:
             self.journal.local_backward_ended(added=added)
 
     def step(self):
-        self.journal.after_step(Mock())
+        self.journal.before_step(self.optimizer)
+        self.journal.after_step(self.optimizer)
 
 
 @pytest.fixture
@@ -55,10 +63,33 @@ def test_in_a_settled_step_no_rule_is_asked(training):
         training.forward()
         training.backward()
         training.step()
-    assert training.asked == []
-    assert training.watched.mean_ends.call_count == 3
+        assert training.watched.has_stepped
+    assert training.asked == training.known.method_calls == training.watched.method_calls == []
     record = training.record
     assert (record.rank, record.averages, record.local_backwards, record.runs) == (1, 3, 0, False)
+    assert training.known.averages == training.watched.averages == 3
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "known.watched=None", "watched.param.grad=None", "watched.rest=1", "known.local_steps=1", "known.averages=1",
+        "loop.settled=False", "loop.optimizers={}", "record.runs=True", "record.due=True", "record.heard=True",
+    ],
+)  # fmt: skip
+def test_of_a_step_rules_are_told_where_they_may_have_something_to_look_at(training, change):
+    training.backward()
+    exec(f"training.{change}", {"training": training})
+    training.step()
+    assert training.asked == ["note_step"]
+
+
+def test_another_learning_rate_is_noted(training):
+    training.optimizer.param_groups[0]["lr"] = 0.2
+    training.backward()
+    training.step()
+    training.known.note_rates.assert_called_once_with([0.2])
+    assert training.asked == []
 
 
 @pytest.mark.parametrize(
@@ -106,13 +137,16 @@ def test_a_forward_is_told_of_where_its_mode_is_another_one_or_words_are_due(tra
 def test_an_average_is_told_of_where_a_rule_looks_or_words_begin_or_end(training, looks, change):
     training.loop.next_change = change
     training.backward()
-    training.record.looks = looks
+    training.record.looks, training.loop.marked = looks, [training.watched]
+    training.watched.mean_ends.side_effect = lambda averages: seen.append((averages, [*training.asked]))
+    seen = []
     training.backward()
     assert training.asked == ["note_average"]
-    assert training.watched.mean_ends.call_count == 2  # before that, so that rules see the mean
+    assert seen == [(2, [])]  # before that, so that rules see the mean
 
 
 def test_what_fails_ends_no_training(training):
+    training.loop.marked = [training.watched]
     training.watched.mean_ends.side_effect = error = RuntimeError("planted")
     training.backward()
     training.loop.fail.assert_called_once_with(error)

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from dpfuse.engine.sample import values_of
-from dpfuse.loop.local_rest import LocalRest
 from dpfuse.loop.watched_gradient import WatchedGradient
 
 
@@ -23,14 +22,15 @@ class Watching:
     """A parameter, its watched gradient, and backwards of it; `late` as on a GPU, whose values are not read."""
 
     def __init__(self, late=False):
-        self.param = nn.Parameter(torch.arange(12.0).view(3, 4))
+        self.param, self.averages = nn.Parameter(torch.arange(12.0).view(3, 4)), 0
         self.watched = (Late if late else WatchedGradient)(self.param, "weight", 0)
 
     def backward(self, *, sync=False, announced=True):
         self.watched.backward_begins(announced=announced)
         self.param.square().sum().backward()
+        self.averages += sync
         if sync:
-            self.watched.mean_ends()
+            self.watched.mean_ends(self.averages)
         else:
             self.watched.local_ends(announced=announced)
 
@@ -130,7 +130,7 @@ def test_a_gradient_of_another_dtype_than_its_parameter_has_a_sample_of_its_own_
     for sync in (True, False):
         watched.backward_begins(announced=True)
         param.square().sum().backward()
-        watched.mean_ends() if sync else watched.local_ends(announced=True)
+        watched.mean_ends(1) if sync else watched.local_ends(announced=True)
     assert param.grad.dtype is torch.bfloat16
     assert torch.equal(values_of(watched.bits), param.grad.flatten())
     assert watched.was_kept
@@ -149,17 +149,17 @@ def test_a_conversion_between_two_backwards_is_no_change_and_no_error(late, dtyp
     assert len(values_of(seen.watched.bits)) == 12
 
 
-def test_a_program_that_averages_before_each_step_is_looked_at_less_and_less_often(monkeypatch):
-    looks = []
-    was_kept = WatchedGradient.was_kept.fget
-    monkeypatch.setattr(WatchedGradient, "was_kept", property(lambda each: looks.append(0) or was_kept(each)))
-    seen = Watching()
-    rest, optimizer = LocalRest(seen.watched, lambda cause: True), torch.optim.SGD([seen.param])
-    for step in range(64):
-        seen.backward(sync=True)
-        seen.backward()
-        seen.param.grad += torch.linspace(-1, 1, 12).view(3, 4)
-        rest.before_step(optimizer)
-        seen.step()
-        seen.param.grad = None
-        assert len(looks) == len({1 << place for place in range(7) if 1 << place <= step}) + 1
+@pytest.mark.parametrize("zeroed", [False, True])
+@pytest.mark.parametrize("steps", [False, True])
+def test_averages_that_were_not_told_are_caught_up_with(late, steps, zeroed):
+    """Before the first local backward. A GPU takes what was stepped on for zeros, and else suspects too much."""
+    seen = Watching(late)
+    seen.backward(sync=True)
+    seen.param.square().sum().backward()
+    seen.watched.averages += steps
+    if zeroed:
+        seen.param.grad.zero_()
+    seen.watched.catch_up(2)
+    seen.backward()
+    begins_again = steps if late else zeroed
+    assert seen.counts[:3] == (not begins_again, 1, int(not begins_again))

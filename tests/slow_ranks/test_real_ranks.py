@@ -15,7 +15,7 @@ from torch import nn
 
 import dpfuse
 from bench.slow_ranks import DELAYED, Case, found, play
-from dpfuse.comm.phase_clock import LOADER
+from dpfuse.comm.step_clock import LOADER
 from dpfuse.comm.waiting import board_of
 
 pytestmark = pytest.mark.timeout(600)

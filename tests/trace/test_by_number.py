@@ -9,7 +9,7 @@ from torch import nn
 import dpfuse
 from dpfuse.trace.attachment import start_tracer, stop_tracer
 from dpfuse.trace.comparison import compare
-from dpfuse.trace.trace_file import read_folder
+from dpfuse.trace_file import read_folder
 
 COUNT, STEPS = 6, 4
 

@@ -16,7 +16,7 @@ from dpfuse.engine.tensor_hash import hash_of
 from dpfuse.trace.attachment import start_tracer, stop_tracer
 from dpfuse.trace.comparison import compare
 from dpfuse.trace.sketch import signed_sum
-from dpfuse.trace.trace_file import read_folder
+from dpfuse.trace_file import read_folder
 
 STEPS = 3
 

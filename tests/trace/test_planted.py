@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dpfuse.trace.comparison import compare
-from dpfuse.trace.trace_file import BEFORE_STEP, HOOKED, read_folder
+from dpfuse.trace_file import BEFORE_STEP, HOOKED, read_folder
 from tests.trace.training import BATCHES, MICRO, PLAIN_HOOK, PLANTS, settings_of, train
 
 

@@ -17,7 +17,7 @@ from torch import nn
 import dpfuse
 from dpfuse.trace.attachment import start_tracer, stop_tracer
 from dpfuse.trace.comparison import compare
-from dpfuse.trace.trace_file import ABSENT, behind_hooks, hashes_in, read_folder
+from dpfuse.trace_file import ABSENT, behind_hooks, hashes_in, read_folder
 from tests.distributed.processes import clean_environment, run
 from tests.patience import patience
 from tests.torch_ddp import torch_ddp
@@ -322,7 +322,7 @@ import sys, torch, torch.distributed as dist, dpfuse
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 plain = torch.autograd.backward
 dpfuse.DataParallel(torch.nn.Linear(2, 2))
-print([name for name in sys.modules if name.startswith("dpfuse.trace")], torch.autograd.backward is plain)
+print([name for name in sys.modules if name.partition("dpfuse.trace.")[1]], torch.autograd.backward is plain)
 """
     done = subprocess.run(
         [sys.executable, "-c", code], env=clean_environment(), capture_output=True, text=True, timeout=patience(60)

@@ -12,7 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from dpfuse.comm.phase_clock import FORWARD, PhaseClock
+from dpfuse.comm.step_clock import FORWARD, StepClock
 from dpfuse.comm.waiting import Board, Doing, PeerFailure, Wrapper, finish, forget_unfinished_works, leave
 from dpfuse.errors import DPFuseError
 from dpfuse.liveness.client import HeartbeatClient
@@ -77,7 +77,7 @@ def job() -> Iterator[Job]:
 def test_the_server_logs_which_rank_is_late_and_the_board_has_its_numbers(job, caplog):
     caplog.set_level("INFO", logger="dpfuse.slow")
     for board in job.boards:
-        board.clock = PhaseClock()
+        board.clock = StepClock()
     sent = 0
 
     def is_found() -> bool:
@@ -107,7 +107,7 @@ def test_the_heartbeat_goes_on_where_judging_fails(job, caplog):
     caplog.set_level("INFO", logger="dpfuse.slow")
     job.boards[0].late = {"late_rank": 1.0}
     job.beats[0]._late = Mock(judge=Mock(side_effect=RuntimeError("planted")))
-    job.boards[0].clock = PhaseClock()
+    job.boards[0].clock = StepClock()
     until(lambda: bool(caplog.records))
     assert [record.message for record in caplog.records] == [
         "slow ranks are not looked for any more: RuntimeError: planted"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dpfuse.comm.phase_clock import NAMES, WAITING
+from dpfuse.comm.step_clock import NAMES, WAITING
 from dpfuse.liveness.late_ranks import LateRanks
 from tests.one_in import one_in
 

@@ -17,12 +17,12 @@ from dpfuse.engine.events import Events, Watcher, hear_steps
 from dpfuse.engine.phase import ABANDONED, IDLE, LOCAL, REDUCING
 from dpfuse.engine.report import Compared
 from dpfuse.engine.report_layout import ReportLayout
+from dpfuse.rules.w01_weights_differ import OF_BACKWARDS, Drift, Measured
 from dpfuse.weights.check import WeightsCheck
 from dpfuse.weights.delayed import Delayed, Echo
 from dpfuse.weights.differences import Differences, Distances
 from dpfuse.weights.differing import Differing
 from dpfuse.weights.false_alarms import IN_A_ROW, FalseAlarms
-from dpfuse.weights.finding import OF_BACKWARDS, Drift, Measured
 from dpfuse.weights.schedule import LastEqual, SliceSchedule
 from dpfuse.weights.states import IMPOSSIBLE, TRANSITIONS, Action, Event, State
 from dpfuse.weights.steps import Owners, RunningSteps
@@ -43,7 +43,7 @@ def test_each_pair_of_a_state_and_an_event_is_in_one_of_the_tables():
 
 def test_each_action_exists_and_follows_from_something(trial):
     assert {action for action, _ in TRANSITIONS.values()} == set(Action)
-    assert set(trial.check._act) == set(Action) - {Action.NOTHING}
+    assert set(trial.check._act) == set(Action) - {Action.NOTHING, Action.PASS_SLICE}
 
 
 def test_each_state_is_reached_and_only_off_is_never_left():
@@ -319,14 +319,13 @@ def test_questions_from_before_an_examination_are_heard_for_one_more_backward_on
 def test_slices_are_counted_over_passes_and_each_pass_has_another_seed():
     schedule, seen = SliceSchedule(), []
     for _ in range(5):
-        schedule.advance()
+        schedule.turn += 1
         seen.append(schedule.place(2))
     assert seen == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0)]
     schedule.hashed(empty=2)
-    schedule.pass_one()
-    assert (schedule.turn, schedule.empty) == (6, 1)
+    assert (schedule.turn, schedule.empty_until) == (5, 7)
     schedule.go_to(11)
-    assert (schedule.turn, schedule.empty) == (11, 0)
+    assert (schedule.turn, schedule.empty_until) == (11, 11)
 
 
 def test_a_tensor_was_equal_when_the_last_of_its_slices_was():

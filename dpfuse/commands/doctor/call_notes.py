@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from functools import wraps
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,10 +14,13 @@ from torch.optim import lr_scheduler
 from torch.optim.optimizer import Optimizer
 
 from dpfuse.commands.doctor.means_by_hand import MeansByHand
+from dpfuse.commands.doctor.replaced_function import replace
+from dpfuse.commands.doctor.write_count import write_count
 from dpfuse.engine.optimizer_step_hook import call_after_steps, call_before_steps
 from dpfuse.grad_scaler import GradScaler
-from dpfuse.trace.trace_file import Call
-from dpfuse.trace.tracer import Tracer, params_of
+from dpfuse.trace.traced_optimizers import params_of
+from dpfuse.trace.tracer import Tracer
+from dpfuse.trace_file import Call
 
 __all__ = ["CallNotes"]
 
@@ -70,29 +73,26 @@ class CallNotes:
             self._left = _states(tracer)
 
     def _hear(self, owner: Any, name: str, what: Call, about: Callable[..., Params]) -> None:
+        replace(owner, name, partial(self._called, what, about))
+
+    def _called(self, what: Call, about: Callable[..., Params], plain: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Note a function of torch where no other of its kind calls it, as a chained schedule steps its parts."""
-        plain = getattr(owner, name)
-
-        @wraps(plain)
-        def heard(*args: Any, **kwargs: Any) -> Any:
-            tracer = None if torch.compiler.is_compiling() else self._tracer()
-            if tracer is None:
-                return plain(*args, **kwargs)
-            if what is Call.CLIP and args and isinstance(args[0], Iterator):
-                args = ([*args[0]], *args[1:])  # `parameters()` can be read once
-            is_outer = what not in self._running
+        tracer = None if torch.compiler.is_compiling() else self._tracer()
+        if tracer is None:
+            return plain(*args, **kwargs)
+        if what is Call.CLIP and args and isinstance(args[0], Iterator):
+            args = ([*args[0]], *args[1:])  # `parameters()` can be read once
+        is_outer = what not in self._running
+        if is_outer:
+            self._note(tracer, what, about(*args, **kwargs))
+        self._running.add(what)
+        try:
+            return plain(*args, **kwargs)
+        finally:
             if is_outer:
-                self._note(tracer, what, about(*args, **kwargs))
-            self._running.add(what)
-            try:
-                return plain(*args, **kwargs)
-            finally:
-                if is_outer:
-                    self._running.discard(what)
-                with tracer.phases.inside("tracing"):
-                    self._left = _states(tracer)
-
-        setattr(owner, name, heard)
+                self._running.discard(what)
+            with tracer.phases.inside("tracing"):
+                self._left = _states(tracer)
 
     def _note(self, tracer: Tracer, what: Call, params: Params) -> None:
         with tracer.phases.inside("tracing"):
@@ -107,11 +107,7 @@ class CallNotes:
 
 def _states(tracer: Tracer) -> dict[int, State]:
     grads = ((id(param), param.grad) for params in tracer.stepped().values() for param in params)
-    return {
-        # A tensor of torch.inference_mode() does not count how often it is written.
-        param: None if grad is None else (id(grad), 0 if grad.is_inference() else grad._version)
-        for param, grad in grads
-    }
+    return {param: None if grad is None else (id(grad), write_count(grad)) for param, grad in grads}
 
 
 def _of_scale(scaler: Any, *_: Any, **__: Any) -> Params:

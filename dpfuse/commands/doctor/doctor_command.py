@@ -21,16 +21,16 @@ from dpfuse.commands.doctor.changed_files import MOST, Snapshot, folders_of, sna
 from dpfuse.commands.doctor.failed_runs import outcome, reasons
 from dpfuse.commands.doctor.findings import findings_of, remarks_of
 from dpfuse.commands.doctor.numbers import EXACT_RANKS, judge
+from dpfuse.commands.doctor.output_folder import REPORT, make_folder
 from dpfuse.commands.doctor.page import page
-from dpfuse.commands.doctor.report import DoctorReport
-from dpfuse.commands.doctor.report_folder import REPORT, make_folder
-from dpfuse.commands.doctor.runs import TITLES, Plan, Run, run_once
+from dpfuse.commands.doctor.result import DoctorResult
+from dpfuse.commands.doctor.runs import TITLES, Run, RunSetup, run_once
 from dpfuse.commands.doctor.speed import ADVISED, COMPARED, measure, to_try
 from dpfuse.commands.doctor.summary import summary
 from dpfuse.commands.run_command import Program
 from dpfuse.errors import DPFuseError
 
-__all__ = ["Wish", "doctor"]
+__all__ = ["DoctorRequest", "doctor"]
 
 PAGE = "doctor.html"
 ALTERNATING = ("torch", "dpfuse", "torch", "dpfuse")  # the runs that are compared
@@ -40,7 +40,7 @@ DEEP = 10  # steps that are hashed in full, at most a quarter of all
 
 
 @dataclass(frozen=True)
-class Wish:
+class DoctorRequest:
     """What the command line asks for.
 
     Args:
@@ -60,11 +60,11 @@ class Wish:
     out: Path
 
 
-def doctor(wish: Wish, arguments: list[str]) -> int:
+def doctor(request: DoctorRequest, arguments: list[str]) -> int:
     """Run, compare, print and write.
 
     Args:
-        wish: what to do.
+        request: what to do.
         arguments: of the command line.
 
     Returns:
@@ -73,32 +73,32 @@ def doctor(wish: Wish, arguments: list[str]) -> int:
     Raises:
         DPFuseError: there is no such program, the folder cannot be written, or this process is a rank of a job.
     """
-    wish.program.check()
+    request.program.check()
     if "WORLD_SIZE" in os.environ:
         raise DPFuseError(
             f"got a job of WORLD_SIZE={os.environ['WORLD_SIZE']} around the doctor, which starts its ranks itself; "
             "expected none. Run it without a launcher, and pass --ranks"
         )
-    make_folder(wish.out)
+    make_folder(request.out)
     with _signals_as_exceptions(), _own_folder() as folder:
-        report = _examined(wish, folder, arguments)
-        _keep_logs(report, wish.out)
-        (wish.out / REPORT).write_text(json.dumps(report.to_json(), indent=1) + "\n", encoding="utf-8")
-        (wish.out / PAGE).write_text(page(report), encoding="utf-8")
-    print(f"{summary(report)}\n{'page':<17}{wish.out / PAGE}")
+        report = _examined(request, folder, arguments)
+        _keep_logs(report, request.out)
+        (request.out / REPORT).write_text(json.dumps(report.to_json(), indent=1) + "\n", encoding="utf-8")
+        (request.out / PAGE).write_text(page(report), encoding="utf-8")
+    print(f"{summary(report)}\n{'page':<17}{request.out / PAGE}")
     return report.exit_code
 
 
-def _examined(wish: Wish, folder: Path, arguments: list[str]) -> DoctorReport:
-    ranks = wish.ranks or _gpus() or RANKS_WITHOUT_GPUS
-    deep = max(2, min(DEEP, wish.steps // 4))
-    plan = Plan(wish.program, ranks, wish.own_ranks, wish.steps, deep, wish.patience, folder)
-    roots = folders_of(wish.program.arguments, wish.out.resolve())
+def _examined(request: DoctorRequest, folder: Path, arguments: list[str]) -> DoctorResult:
+    ranks = request.ranks or _gpus() or RANKS_WITHOUT_GPUS
+    deep = max(2, min(DEEP, request.steps // 4))
+    setup = RunSetup(request.program, ranks, request.own_ranks, request.steps, deep, request.patience, folder)
+    roots = folders_of(request.program.arguments, request.out.resolve())
     _say(
         f"your program will run several times, and writes its own files each time. Looked at for changes: "
-        f"{', '.join(roots)}. Each run ends after {wish.steps} steps of an optimizer, before code after the loop"
+        f"{', '.join(roots)}. Each run ends after {request.steps} steps of an optimizer, before code after the loop"
     )
-    series = _Series(plan, roots, wish.out.resolve())
+    series = _Series(setup, roots, request.out.resolve())
     failure = failed_under = interrupted = ""
     other = None
     try:
@@ -147,7 +147,7 @@ def _examined(wish: Wish, folder: Path, arguments: list[str]) -> DoctorReport:
     if failed_under == "torch":
         findings = (*(one for run in compared if run.wrapper == "dpfuse" for one in reasons(run)), *findings)
     codes = [one.code for one in (*findings, *remarks)]
-    return DoctorReport(
+    return DoctorResult(
         shlex.join(["dpfuse", *arguments]),
         runs,
         numbers,
@@ -173,7 +173,7 @@ class _Series:
     """The runs so far, and the files that each has changed.
 
     Args:
-        plan: of all runs.
+        setup: of all runs.
         roots: folders to look at.
         out: the folder of the report, which is left out.
 
@@ -181,11 +181,11 @@ class _Series:
         title: of the run in progress, or of the last one.
     """
 
-    def __init__(self, plan: Plan, roots: list[str], out: Path) -> None:
+    def __init__(self, setup: RunSetup, roots: list[str], out: Path) -> None:
         self.runs: list[Run] = []  # those that have ended by themselves
         self.title = ""
         self.changed: dict[str, list[str]] = {}
-        self._plan = plan
+        self._setup = setup
         self._look: Callable[[], Snapshot] = lambda: snapshot(roots, out)
         self._before = self._look()
         if not self._before.complete:
@@ -197,8 +197,8 @@ class _Series:
         self.title = f"run {number}, {TITLES[wrapper]}"
         _say(self.title)
         try:
-            plan = replace(self._plan, patience=max(patience, self._plan.patience))
-            run = run_once(plan, number, wrapper, _say)
+            setup = replace(self._setup, patience=max(patience, self._setup.patience))
+            run = run_once(setup, number, wrapper, _say)
         finally:  # an interrupted run changes files, too
             now = self._look()
             self.changed[self.title] = now.changed_since(self._before)
@@ -252,7 +252,7 @@ def _failure(run: Run) -> str:
     return f"the program runs under torch DDP and fails under {under}, in run {run.number}: {run.reason()}"
 
 
-def _keep_logs(report: DoctorReport, out: Path) -> None:
+def _keep_logs(report: DoctorResult, out: Path) -> None:
     """Copy what the ranks have printed where a run has failed."""
     for run in report.runs:
         if run.failed and run.log.exists():

@@ -10,18 +10,20 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dpfuse.commands.doctor.replaced_function import replace
+from dpfuse.commands.doctor.write_count import write_count
 from dpfuse.engine.sample import is_dense
 from dpfuse.engine.streams import capturing
 from dpfuse.engine.user_line import user_line
-from dpfuse.trace.trace_file import Call
 from dpfuse.trace.tracer import Tracer
+from dpfuse.trace_file import Call
 
 __all__ = ["MeansByHand"]
 
@@ -59,7 +61,7 @@ class MeansByHand:
         self._hears_fused = False
         self._forget()
         for name in COLLECTIVES if dist.is_available() else ():
-            self._hear(name)
+            replace(dist, name, partial(self._called, name, inspect.signature(getattr(dist, name))))
 
     def _forget(self) -> None:
         self._means: dict[int, _Mean] = {}  # by the id of a parameter; the result is still to come
@@ -81,50 +83,38 @@ class MeansByHand:
         Its calls come through a method of a class: the program may hold the function under another name.
         """
         module = sys.modules.get(FUSED)
-        if module is None or self._hears_fused:
-            return
-        self._hears_fused = True
-        prepared_kind = module._Prepared
-        plain = prepared_kind.average
+        if module is not None and not self._hears_fused:
+            self._hears_fused = True
+            replace(module._Prepared, "average", self._average)
 
-        @wraps(plain)
-        def average(prepared: Any, group: Any) -> None:
-            tracer = _looking(self._tracer)
-            if tracer is None or not _has_all_ranks(group):
-                plain(prepared, group)
-                return
-            with tracer.phases.inside("tracing"):
-                grads = _grads(tracer, prepared.params)
-                means = {param: _Mean(norm, user_line(), None) for param, norm in _norms(grads).items()}
-                self._means |= means
+    def _average(self, plain: Any, prepared: Any, group: Any) -> None:
+        tracer = _looking(self._tracer)
+        if tracer is None or not _has_all_ranks(group):
             plain(prepared, group)
+            return
+        with tracer.phases.inside("tracing"):
+            grads = _grads(tracer, prepared.params)
+            means = {param: _Mean(norm, user_line(), None) for param, norm in _norms(grads).items()}
+            self._means |= means
+        plain(prepared, group)
+        with tracer.phases.inside("tracing"):
+            self._look(tracer, means)
+
+    def _called(self, name: str, signature: inspect.Signature, plain: Any, /, *args: Any, **kwargs: Any) -> Any:
+        tracer = _looking(self._tracer)
+        if tracer is None or sys._getframe(2).f_globals.get("__name__", "").startswith(LIBRARIES):
+            return plain(*args, **kwargs)
+        try:
+            given = signature.bind(*args, **kwargs).arguments
+        except TypeError:
+            return plain(*args, **kwargs)  # which says what is wrong
+        with tracer.phases.inside("tracing"):
+            written = self._begun(tracer, name, given)
+        result = plain(*args, **kwargs)
+        if written:
             with tracer.phases.inside("tracing"):
-                self._look(tracer, means)
-
-        prepared_kind.average = average
-
-    def _hear(self, name: str) -> None:
-        plain = getattr(dist, name)
-        signature = inspect.signature(plain)
-
-        @wraps(plain)
-        def heard(*args: Any, **kwargs: Any) -> Any:
-            tracer = _looking(self._tracer)
-            if tracer is None or sys._getframe(1).f_globals.get("__name__", "").startswith(LIBRARIES):
-                return plain(*args, **kwargs)
-            try:
-                given = signature.bind(*args, **kwargs).arguments
-            except TypeError:
-                return plain(*args, **kwargs)  # which says what is wrong
-            with tracer.phases.inside("tracing"):
-                written = self._begun(tracer, name, given)
-            result = plain(*args, **kwargs)
-            if written:
-                with tracer.phases.inside("tracing"):
-                    self._look(tracer, written)
-            return result
-
-        setattr(dist, name, heard)
+                self._look(tracer, written)
+        return result
 
     def _begun(self, tracer: Tracer, name: str, given: Mapping[str, Any]) -> list[int]:
         """Take a call of the program before it runs; return the parameters whose gradients it will have written."""
@@ -211,5 +201,4 @@ def _norm(grad: Tensor) -> float:
 
 def _state(grad: Tensor) -> tuple[int, ...]:
     """Return what changes where a gradient is written or replaced."""
-    # A tensor of torch.inference_mode() does not count how often it is written.
-    return id(grad), grad.data_ptr(), 0 if grad.is_inference() else grad._version
+    return id(grad), grad.data_ptr(), write_count(grad)

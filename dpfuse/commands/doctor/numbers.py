@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from dpfuse.commands.doctor.runs import Run
 from dpfuse.trace.comparison import Difference, compare, first_setting
 from dpfuse.trace.distance import distance
-from dpfuse.trace.trace_file import NOT_FINITE, SKIPPED, RankTrace
+from dpfuse.trace_file import NOT_FINITE, SKIPPED, RankTrace
 
 __all__ = ["EXACT_RANKS", "Numbers", "curve_of", "judge", "losses_of"]
 

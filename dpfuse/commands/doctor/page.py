@@ -8,7 +8,7 @@ from html import escape
 from dpfuse.commands.doctor.charts import bars, lines
 from dpfuse.commands.doctor.findings import Finding
 from dpfuse.commands.doctor.numbers import curve_of
-from dpfuse.commands.doctor.report import DoctorReport
+from dpfuse.commands.doctor.result import DoctorResult
 from dpfuse.commands.doctor.runs import TITLES
 from dpfuse.commands.doctor.speed import WORDS
 from dpfuse.commands.doctor.summary import ANSWERS
@@ -52,7 +52,7 @@ COLOURS = "".join(
 SHOWN = 200  # files of a list
 
 
-def page(report: DoctorReport) -> str:
+def page(report: DoctorResult) -> str:
     """Return the page as text."""
     parts = [
         _answers(report),
@@ -70,7 +70,7 @@ def page(report: DoctorReport) -> str:
     )
 
 
-def _answers(report: DoctorReport) -> str:
+def _answers(report: DoctorResult) -> str:
     numbers, speed = report.numbers, report.speed
     same = ANSWERS[numbers.result] if numbers is not None else "not compared"
     fine = numbers is not None and numbers.fine
@@ -93,7 +93,7 @@ def _answers(report: DoctorReport) -> str:
     return f'{failure}<ul class="answers">{items}</ul>'
 
 
-def _numbers(report: DoctorReport) -> str:
+def _numbers(report: DoctorResult) -> str:
     numbers = report.numbers
     if numbers is None:
         return ""
@@ -113,7 +113,7 @@ def _numbers(report: DoctorReport) -> str:
     return "".join(parts)
 
 
-def _speed(report: DoctorReport) -> str:
+def _speed(report: DoctorResult) -> str:
     speed = report.speed
     if not speed.timings:
         why = "Nothing was timed" if report.failure or report.interrupted else "There were too few steps to say"
@@ -144,7 +144,7 @@ def _speed(report: DoctorReport) -> str:
     return "".join(parts)
 
 
-def _findings(report: DoctorReport) -> str:
+def _findings(report: DoctorResult) -> str:
     parts = ["<h2>What is wrong?</h2>"]
     if report.findings:
         parts += map(_told, report.findings)
@@ -168,7 +168,7 @@ def _told(finding: Finding) -> str:
     return f'<div class="finding"><h3>{title}</h3><p>{escape(finding.text)}</p>{seen}</div>'
 
 
-def _safety(report: DoctorReport) -> str:
+def _safety(report: DoctorResult) -> str:
     rows = [
         (
             run.title,
@@ -190,7 +190,7 @@ def _safety(report: DoctorReport) -> str:
     return "".join(parts)
 
 
-def _contents(report: DoctorReport) -> str:
+def _contents(report: DoctorResult) -> str:
     facts = ", ".join(f"{name} {value}" for name, value in report.machine["versions"].items() if value)
     machine = report.machine["machine"]
     where = f"{machine['cpu']}, {machine['cores']} cores" + (f", {machine['gpu']}" if machine["gpu"] else "")

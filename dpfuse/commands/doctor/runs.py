@@ -20,9 +20,9 @@ from dpfuse.commands.doctor.run_request import DONE, OVER, UNWRAPPED, RunRequest
 from dpfuse.commands.run_command import Program
 from dpfuse.errors import DPFuseError
 from dpfuse.startup import startup_variables
-from dpfuse.trace.trace_file import VARIABLE, RankTrace, read_folder
+from dpfuse.trace_file import VARIABLE, RankTrace, read_folder
 
-__all__ = ["TITLES", "TUNING", "Plan", "Run", "run_once"]
+__all__ = ["TITLES", "TUNING", "Run", "RunSetup", "run_once"]
 
 OBSERVER = "dpfuse.commands.doctor.observer"
 TITLES = {
@@ -55,7 +55,7 @@ TAIL = 64 << 10  # bytes at the end of a log in which its last line is looked fo
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunSetup:
     """What is the same in all runs.
 
     Args:
@@ -171,6 +171,11 @@ class Run:
             return f"{where}{note['kind']}{f': {first}' if first else ''}"
         return f"exit code {self.code}{f': {self.last_line}' if self.last_line else ''}"
 
+    @property
+    def samplers(self) -> list[dict[str, Any]]:
+        """The samplers that shuffle, of all ranks: the epochs of their passes, and whether these were set."""
+        return [one for facts in self.facts.values() for one in facts["samplers"]]
+
     def behind(self, rank: int) -> int:
         """Return how many backwards of a rank were averaged since its last step."""
         return int(self.facts.get(str(rank), {}).get("behind", 0))
@@ -180,26 +185,26 @@ class Run:
         return sorted({path for facts in self.facts.values() for path in facts["read"]})
 
 
-def run_once(plan: Plan, number: int, wrapper: str, say: Callable[[str], None]) -> Run:
+def run_once(setup: RunSetup, number: int, wrapper: str, say: Callable[[str], None]) -> Run:
     """Run the program once. Ctrl-C ends it at once.
 
     Args:
-        plan: of the doctor.
+        setup: of the doctor.
         number: of the run, from 1.
         wrapper: a key of `TITLES`.
         say: gets a line now and then.
     """
-    folder = plan.folder / f"run{number}"
+    folder = setup.folder / f"run{number}"
     folder.mkdir()
-    request = RunRequest(str(folder), wrapper, plan.steps, plan.deep, plan.own_ranks)
+    request = RunRequest(str(folder), wrapper, setup.steps, setup.deep, setup.own_ranks)
     environ = {**os.environ, **startup_variables(OBSERVER, os.environ), **request.variables()}
     environ |= offline(os.environ, folder)
     environ.pop(VARIABLE, None)  # the doctor traces by itself
-    if plan.own_ranks:
-        words = plan.program.words()
+    if setup.own_ranks:
+        words = setup.program.words()
     else:
-        words = [sys.executable, "-m", "dpfuse.launch", "--nproc_per_node", str(plan.ranks)]
-        words += plan.program.words_for_launcher()
+        words = [sys.executable, "-m", "dpfuse.launch", "--nproc_per_node", str(setup.ranks)]
+        words += setup.program.words_for_launcher()
     run = Run(number, wrapper, None, 0.0, folder / "log.txt")
     began = time.monotonic()
     seconds = STOP
@@ -208,7 +213,7 @@ def run_once(plan: Plan, number: int, wrapper: str, say: Callable[[str], None]) 
             words, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )
         try:
-            run.code, run.load = _watched(process, folder, plan, run.title, say)
+            run.code, run.load = _watched(process, folder, setup, run.title, say)
         except KeyboardInterrupt:
             seconds = STOP_AT_ONCE
             raise
@@ -249,7 +254,7 @@ def offline(environ: Mapping[str, str], folder: Path) -> dict[str, str]:
 
 
 def _watched(
-    process: subprocess.Popen[bytes], folder: Path, plan: Plan, title: str, say: Callable[[str], None]
+    process: subprocess.Popen[bytes], folder: Path, setup: RunSetup, title: str, say: Callable[[str], None]
 ) -> tuple[int | None, float]:
     """Wait for the end of a run; return its exit code, or None if it makes no progress, and the machine's load."""
     before, moved, said, text = (0, 0), time.monotonic(), time.monotonic(), ""
@@ -260,7 +265,7 @@ def _watched(
         except subprocess.TimeoutExpired:
             now = time.monotonic()
         loads.append(_load())
-        if plan.own_ranks and all_done(folder):
+        if setup.own_ranks and all_done(folder):
             time.sleep(GRACE)
             os.killpg(process.pid, signal.SIGKILL)  # also a shell, which has code after the ranks
             process.wait()
@@ -268,12 +273,12 @@ def _watched(
         progress = _progress(folder)
         if progress != before:
             before, moved = progress, now
-        elif now - moved > (max(plan.patience, ENDING) if list(folder.glob(f"{DONE}*")) else plan.patience):
+        elif now - moved > (max(setup.patience, ENDING) if list(folder.glob(f"{DONE}*")) else setup.patience):
             return None, statistics.mean(loads)
         if now - said > SAY:
             said, last = now, text
             done = max([progress[1], *map(_steps, folder.glob("rank*.jsonl"))])
-            text = f"step {done} of {plan.steps}" if done else "starting"
+            text = f"step {done} of {setup.steps}" if done else "starting"
             if text != last:
                 say(f"{title}: {text}")
 

@@ -9,13 +9,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dpfuse.commands.doctor.runs import TUNING, Run
-from dpfuse.trace.trace_file import RankTrace
+from dpfuse.rules.l10_each_averaged import WORTH
+from dpfuse.trace_file import RankTrace
 
 __all__ = [
     "ADVISED",
     "COMPARED",
     "WORDS",
-    "WORTH",
     "Advice",
     "Link",
     "SlowestRank",
@@ -39,7 +39,6 @@ SUMS = ("nbytes", "seconds", "collectives", "exposed")  # of the communication o
 SHORT = 64 << 10  # bytes of a message, below which its time hardly depends on its size
 FEWEST = 5  # timed steps
 LIMITS = 0.2  # of a step in which backward can only wait: from here on the link is the limit
-WORTH = 0.05  # of a step; below this nothing is advised
 LEAST = 0.005  # of a step: less is 0 %
 # Seconds of all timed steps of a run. Below this, a moment in which the machine does something else decides.
 BRIEF = 0.25

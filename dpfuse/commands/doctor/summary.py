@@ -6,7 +6,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterator
 
-from dpfuse.commands.doctor.report import DoctorReport
+from dpfuse.commands.doctor.result import DoctorResult
 from dpfuse.commands.doctor.runs import TITLES
 from dpfuse.commands.doctor.speed import WORDS
 
@@ -24,7 +24,7 @@ ANSWERS = {
 }
 
 
-def summary(report: DoctorReport) -> str:
+def summary(report: DoctorResult) -> str:
     """Return the lines. What was found is shown whole, as it ends with what to do, or left to the page."""
     lines, changed, said = [*_measured(report)], [*_changed(report)], [*_said(report)]
     for number, (title, text) in enumerate(said):
@@ -36,7 +36,7 @@ def summary(report: DoctorReport) -> str:
     return "\n".join([*lines, *changed])
 
 
-def _said(report: DoctorReport) -> Iterator[tuple[str, str]]:
+def _said(report: DoctorResult) -> Iterator[tuple[str, str]]:
     wrong = [f"{one.code or one.title}: {one.text}" for one in report.findings]
     for number, text in enumerate(wrong or [report.not_examined or "nothing was found"]):
         yield "" if number else "what is wrong?", text
@@ -49,7 +49,7 @@ def _said(report: DoctorReport) -> Iterator[tuple[str, str]]:
         yield "" if number else "may be meant so", f"{one.code or one.title}: {one.text}"
 
 
-def _measured(report: DoctorReport) -> Iterator[str]:
+def _measured(report: DoctorResult) -> Iterator[str]:
     if report.interrupted:
         yield from _entry("interrupted", f"in {report.interrupted}. This was found before.")
     if report.failure:
@@ -78,7 +78,7 @@ def _measured(report: DoctorReport) -> Iterator[str]:
         yield from _entry("", speed.tried)
 
 
-def _changed(report: DoctorReport) -> Iterator[str]:
+def _changed(report: DoctorResult) -> Iterator[str]:
     counts = Counter(path for paths in report.changed.values() for path in paths)
     often = sorted(counts, key=lambda path: (-counts[path], path))  # what each run writes over comes first
     named = [f"{path} ({counts[path]} times)" if counts[path] > 1 else path for path in often[:NAMED]]

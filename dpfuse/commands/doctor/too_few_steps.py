@@ -5,12 +5,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from dpfuse.commands.doctor import loop_calls
-from dpfuse.commands.doctor.cut_windows import USUAL
-from dpfuse.commands.doctor.findings import PASSES
 from dpfuse.commands.doctor.runs import Run
-from dpfuse.commands.doctor.unstepped import unstepped
-from dpfuse.findings import (
+from dpfuse.loop.compared_words import FIRST
+from dpfuse.rules import (
+    l02_nothing_averaged,
+    l04_never_stepped,
+    l05_same_batches,
+    l07_other_rates,
+    l08_other_modes,
+    l11_same_order,
+    l13_zeroed_in_window,
+    l14_clipped_while_scaled,
+    turns,
+    windows,
+)
+from dpfuse.rules.codes import (
     CLIPPED_SCALED,
     CUT_WINDOW,
     NEVER_STEPPED,
@@ -23,31 +32,29 @@ from dpfuse.findings import (
     SCHEDULE_PER_BATCH,
     ZEROED_IN_WINDOW,
 )
-from dpfuse.loop import local_steps, never_stepped, same_batches, same_modes, same_rates
-from dpfuse.loop.compared_words import FIRST
-from dpfuse.trace.trace_file import RankTrace
+from dpfuse.trace_file import RankTrace
 
 __all__ = ["too_few_steps"]
 
 # Averaged backwards, after which a rule says what it has found. Ranks compare from the fourth on; a GPU tells of it one
 # backward later.
 AVERAGES = {
-    NEVER_STEPPED: never_stepped.BEGIN + never_stepped.AVERAGES + 1,
-    SAME_BATCHES: FIRST + same_batches.STEPS + 1,
-    OTHER_RATES: FIRST + same_rates.BACKWARDS + 1,
-    OTHER_MODES: FIRST + same_modes.BACKWARDS + 1,
+    NEVER_STEPPED: l04_never_stepped.BEGIN + l04_never_stepped.AVERAGES + 1,
+    SAME_BATCHES: FIRST + l05_same_batches.STEPS + 1,
+    OTHER_RATES: FIRST + l07_other_rates.BACKWARDS + 1,
+    OTHER_MODES: FIRST + l08_other_modes.BACKWARDS + 1,
 }
 # Of a model of which an optimizer has stepped on a part: another one may begin late.
-LATE = {NEVER_STEPPED: never_stepped.BEGIN + never_stepped.LATER + 1}
+LATE = {NEVER_STEPPED: l04_never_stepped.BEGIN + l04_never_stepped.LATER + 1}
 # Steps. The first one of an optimizer is not counted. A window cut short counts after usual ones, and if weights still
 # differ a step later.
 STEPS = {
-    NOTHING_AVERAGED: local_steps.STEPS + 1,
-    CUT_WINDOW: USUAL + 2,
-    NEVER_ZEROED: loop_calls.STEPS + 1,
-    ZEROED_IN_WINDOW: loop_calls.ZEROED + 1,
-    CLIPPED_SCALED: loop_calls.CLIPPED + 1,
-    SCHEDULE_PER_BATCH: loop_calls.STEPS + 1,
+    NOTHING_AVERAGED: l02_nothing_averaged.STEPS + 1,
+    CUT_WINDOW: windows.USUAL + 2,
+    NEVER_ZEROED: turns.HABIT + 1,
+    ZEROED_IN_WINDOW: l13_zeroed_in_window.ZEROED + 1,
+    CLIPPED_SCALED: l14_clipped_while_scaled.CLIPPED + 1,
+    SCHEDULE_PER_BATCH: turns.HABIT + 1,
 }
 
 
@@ -65,17 +72,12 @@ def too_few_steps(runs: Sequence[Run], found: Sequence[str]) -> tuple[str, ...]:
         (max(Counter(line["optimizer"] for line in one.steps).values(), default=0) for one in traces), default=0
     )
     averages = min(map(_averages_of, traces), default=0)
-    late = LATE if any(unstepped(run.traces) for run in runs if run.traces) else {}
+    late = LATE if any(l04_never_stepped.unstepped(run.traces) for run in runs if run.traces) else {}
     of_averages = "steps" if averages == steps else "averaged backwards"
     needs = [(code, need, steps, "steps") for code, need in STEPS.items()]
     needs += [(code, need, averages, of_averages) for code, need in {**AVERAGES, **late}.items()]
-    passes = [
-        len(one["epochs"])
-        for run in runs
-        for one in run.facts.get("0", {"samplers": []})["samplers"]
-        if one["epochs"] and not one["set"] and len(set(one["epochs"])) == 1
-    ]
-    needs += [(SAME_ORDER, PASSES, min(passes), "passes over a sampler")] if passes else []
+    passes = [count for run in runs for count in l11_same_order.passes_of(run.samplers)]
+    needs += [(SAME_ORDER, l11_same_order.PASSES, min(passes), "passes over a sampler")] if passes else []
     return tuple(
         f"{code} needs {need:,} {unit}, had {had:,}"
         for code, need, had, unit in sorted(needs)
@@ -85,6 +87,5 @@ def too_few_steps(runs: Sequence[Run], found: Sequence[str]) -> tuple[str, ...]:
 
 def _averages_of(trace: RankTrace) -> int:
     """Return how many backwards were averaged, of the model that has fewest."""
-    backwards = [one for line in trace.steps for one in line["backwards"]]
-    counts = Counter(model for one in backwards for model in one.get("averaged", one.get("all_averaged", {})))
+    counts = Counter(model for line in trace.steps for one in line["backwards"] for model in windows.averages_in(one))
     return min(counts.values(), default=0)

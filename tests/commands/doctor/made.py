@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dpfuse.commands.doctor.runs import Run
-from dpfuse.trace.trace_file import RankTrace, read_folder
+from dpfuse.trace_file import RankTrace, read_folder
 
 
 def run_of(folder: Path, number: int, wrapper: str, **facts: Any) -> Run:

@@ -12,14 +12,15 @@ import torch.distributed as dist
 from torch import nn
 
 import dpfuse
-from dpfuse.commands.doctor.cut_windows import changed_gradients, lost_batches, unaveraged_step
+from dpfuse.rules import l06_changed_in_window
+from dpfuse.rules.l03_cut_window import find_lost_batches, find_unaveraged_step
 from dpfuse.trace.attachment import process_tracer, start_tracer, stop_tracer
-from dpfuse.trace.trace_file import read_folder
+from dpfuse.trace_file import read_folder
 from tests.commands.doctor.made import NAMES, traces_of, window
 from tests.loops.nets import batches, loss_of, mlp
 from tests.torch_ddp import torch_ddp
 
-LOOKS = {"unaveraged": unaveraged_step, "lost": lost_batches, "changed": changed_gradients}
+LOOKS = {"unaveraged": find_unaveraged_step, "lost": find_lost_batches, "changed": l06_changed_in_window.find}
 WRONG: dict[str, Any] = {}
 RIGHT: dict[str, Any] = {}
 DEEP = 4  # steps with all hashes; the others show windows as well
@@ -259,17 +260,17 @@ APART = ("1", "2")
     ],
 )
 def test_a_short_window_without_average_is_told_where_the_ranks_part(windows, step):
-    text = unaveraged_step(traces_of(*windows))
-    assert (text is None) == (step is None)
-    if text is not None:
-        assert "8 windows in a row of SGD had 3 backwards each" in text
-        assert f"Step {step} came after 2, and none of them was averaged" in text
+    seen = find_unaveraged_step(traces_of(*windows))
+    assert (seen is None) == (step is None)
+    if seen is not None:
+        assert "8 windows in a row of SGD had 3 backwards each" in seen.text
+        assert f"Step {step} came after 2, and none of them was averaged" in seen.text
 
 
 def test_weights_that_no_two_ranks_have_in_common_are_not_compared():
     traces = traces_of(*usual(8), window("ll", APART), window("lla", APART))
     traces[1].optimizers[0] = {"class": "SGD", "names": NAMES[:1]}
-    assert unaveraged_step(traces) is None
+    assert find_unaveraged_step(traces) is None
 
 
 def lost(*rests, between=5):
@@ -281,9 +282,11 @@ def lost(*rests, between=5):
 
 
 def test_equal_rests_at_equal_distances_are_told():
-    text = lost_batches(lost("l", "l", "l"))
-    assert text is not None
-    assert "the last 8 windows of SGD had 3 backwards each. 2 windows, of 1 each, were zeroed without a step" in text
+    seen = find_lost_batches(lost("l", "l", "l"))
+    assert seen is not None
+    assert (
+        "the last 8 windows of SGD had 3 backwards each. 2 windows, of 1 each, were zeroed without a step" in seen.text
+    )
 
 
 @pytest.mark.parametrize(
@@ -297,16 +300,16 @@ def test_equal_rests_at_equal_distances_are_told():
     ],
 )
 def test_other_windows_without_a_step_are_not_told(traces):
-    assert lost_batches(traces) is None
+    assert find_lost_batches(traces) is None
 
 
 def test_a_batch_that_is_trained_on_as_well_is_not_lost():
     traces = lost("l", "l", "l")
-    assert lost_batches(traces) is not None
+    assert find_lost_batches(traces) is not None
     for line in traces[0].steps:
         if len(line["backwards"]) > 3:
             line["forwards"][0] = line["forwards"][1]
-    assert lost_batches(traces) is None
+    assert find_lost_batches(traces) is None
 
 
 def scaled(*places, added=True):
@@ -318,13 +321,13 @@ def scaled(*places, added=True):
 
 
 def test_gradients_that_are_scaled_in_two_windows_are_named():
-    text = changed_gradients(traces_of(scaled(1), window("la"), scaled(1)))
-    assert text is not None
-    assert "in 2 windows, the gradients of bias of model 0 (Net) were scaled or cut" in text
-    assert "on rank 0; before step 2, 1 of 2 backwards found them so" in text
-    assert "weight, bias of model 0" in str(changed_gradients(traces_of(scaled(0, 1), scaled(1))))
+    seen = l06_changed_in_window.find(traces_of(scaled(1), window("la"), scaled(1)))
+    assert seen is not None
+    assert "in 2 windows, the gradients of bias of model 0 (Net) were scaled or cut" in seen.text
+    assert "on rank 0; before step 2, 1 of 2 backwards found them so" in seen.text
+    assert "weight, bias of model 0" in str(l06_changed_in_window.find(traces_of(scaled(0, 1), scaled(1))))
 
 
 def test_gradients_that_are_scaled_once_or_before_another_loss_are_not_told():
-    assert changed_gradients(traces_of(scaled(1), window("la"))) is None
-    assert changed_gradients(traces_of(*[scaled(0, 1, added=False) for _ in range(3)])) is None
+    assert l06_changed_in_window.find(traces_of(scaled(1), window("la"))) is None
+    assert l06_changed_in_window.find(traces_of(*[scaled(0, 1, added=False) for _ in range(3)])) is None

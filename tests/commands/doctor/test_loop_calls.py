@@ -7,27 +7,26 @@ import re
 import pytest
 
 from dpfuse.commands.doctor.findings import remarks_of
-from dpfuse.commands.doctor.loop_calls import (
-    AGAIN,
-    averaged_again,
-    clipped_while_scaled,
-    never_zeroed,
-    schedule_per_batch,
-    zeroed_in_windows,
-)
 from dpfuse.commands.doctor.too_few_steps import STEPS
-from dpfuse.trace.trace_file import read_folder
+from dpfuse.rules import (
+    averaged_twice,
+    l12_never_zeroed,
+    l13_zeroed_in_window,
+    l14_clipped_while_scaled,
+    l15_schedule_per_batch,
+)
+from dpfuse.trace_file import read_folder
 from tests.commands.doctor.cases import NEAR, OF_CALLS, PLANTED
 from tests.commands.doctor.made import called, run_of, traces_of, window
 from tests.commands.doctor.test_observer import GROUP, observed
 from tests.commands.programs import PROGRAMS
 
 LOOKS = {
-    "DPF-L12": never_zeroed,
-    "DPF-L13": zeroed_in_windows,
-    "DPF-L14": clipped_while_scaled,
-    "DPF-L15": schedule_per_batch,
-    "again": averaged_again,
+    "DPF-L12": l12_never_zeroed.find,
+    "DPF-L13": l13_zeroed_in_window.find,
+    "DPF-L14": l14_clipped_while_scaled.find,
+    "DPF-L15": l15_schedule_per_batch.find,
+    "again": averaged_twice.find,
 }
 
 
@@ -102,7 +101,7 @@ def of_table(text, calls, options):
 @pytest.mark.parametrize(("code", "text", "calls", "options"), WRONG.values(), ids=WRONG)
 def test_what_calls_show_is_told_as_soon_as_there_are_enough_steps(code, text, calls, options):
     say = of_table(text, calls, options)
-    enough = {**STEPS, "again": AGAIN + 1}[code]
+    enough = {**STEPS, "again": averaged_twice.AGAIN + 1}[code]
     assert say(enough) == [code]
     assert say(enough - 1) == []
 
@@ -116,33 +115,33 @@ def test_a_row_of_steps_begins_again_where_one_of_them_is_right():
     wrong, right = turns("a", "bS", 8, old=True), turns("a", "zbS", 1)
     assert told([*wrong, *right] * 3) == []
     traces = traces_of(*wrong, *right, *turns("a", "bS", 12, old=True))
-    assert never_zeroed(traces).step == 10
-    assert "from step 10 to 17 (train.py:83), and nothing zeroed its gradients" in never_zeroed(traces).text
+    assert l12_never_zeroed.find(traces).step == 10
+    assert "from step 10 to 17 (train.py:83), and nothing zeroed its gradients" in l12_never_zeroed.find(traces).text
     assert told([*turns("l0la", "bzbbS", 4), *turns("l0l0a", "zbzbzbS", 4)[1:]]) == []  # other numbers are lost
 
 
 def test_batches_that_are_trained_on_as_well_are_not_lost():
     windows = turns("l0a", "zbzbS")
     traces = traces_of(*windows)
-    assert zeroed_in_windows(traces) is not None
+    assert l13_zeroed_in_window.find(traces) is not None
     for trace in traces.values():
         for line in trace.steps:
             line["forwards"][1] = line["forwards"][0]
-    assert zeroed_in_windows(traces) is None
+    assert l13_zeroed_in_window.find(traces) is None
 
 
 def test_a_mean_by_hand_over_more_ranks_than_those_of_the_wrapper_is_no_second_one():
     traces = traces_of(*turns("a", "zbaS"))
-    assert averaged_again(traces) is not None
+    assert averaged_twice.find(traces) is not None
     traces[0].models[0]["ranks"] = 1
-    assert averaged_again(traces) is None
+    assert averaged_twice.find(traces) is None
 
 
 def test_gradients_at_other_weights_are_not_lost():
     traces = traces_of(*turns("l0a", "zbzbS"))
     for number, forward in enumerate(traces[0].steps[1]["forwards"]):
         forward["weights"] = {"0": f"{number}"}
-    assert zeroed_in_windows(traces) is None
+    assert l13_zeroed_in_window.find(traces) is None
 
 
 # --- What the doctor hears ---

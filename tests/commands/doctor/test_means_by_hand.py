@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 
 from dpfuse.commands.doctor.findings import findings_of
-from dpfuse.commands.doctor.runs import Plan, run_once
+from dpfuse.commands.doctor.runs import RunSetup, run_once
 from dpfuse.commands.run_command import Program
 from tests.commands.doctor.cases import AGAIN, MEANS, PLANTED, TWICE
 from tests.commands.programs import PROGRAMS
@@ -22,8 +22,8 @@ def found_in(name, wrapper, folder, monkeypatch):
     """What is found in one run of a program of two ranks."""
     for variable, value in clean_environment(OMP_NUM_THREADS="1").items():
         monkeypatch.setenv(variable, value)
-    plan = Plan(Program(str(PROGRAMS / "means.py"), (name,)), 2, False, 8, 2, 60.0, folder)
-    run = run_once(plan, 1, wrapper, lambda text: None)
+    setup = RunSetup(Program(str(PROGRAMS / "means.py"), (name,)), 2, False, 8, 2, 60.0, folder)
+    run = run_once(setup, 1, wrapper, lambda text: None)
     assert (run.code, run.steps) == (0, 8), run.log.read_text()
     return findings_of([run])
 

@@ -7,9 +7,9 @@ import json
 import pytest
 
 from dpfuse.commands.doctor.findings import findings_of
-from dpfuse.commands.doctor.not_finite import first_in_backward, first_not_finite
 from dpfuse.commands.doctor.page import page
 from dpfuse.commands.doctor.summary import summary
+from dpfuse.rules import not_finite
 from tests.commands.doctor.made import NAMES, timed
 from tests.commands.doctor.test_report import report
 
@@ -101,7 +101,7 @@ def test_what_was_skipped_is_no_finding():
     plant(run, 1, 3, "inf", own=[0, 1], backward=0)  # the step that comes is of the backward behind it
     plant(run, 0, 5, "inf", own=[0, 1], skipped=True)  # a fused optimizer has left it out
     assert findings_of([run]) == ()
-    assert first_in_backward(run.traces) == "the loss on rank 1, before step 3"
+    assert not_finite.first_in_backward(run.traces) == "the loss on rank 1, before step 3"
     assert "not finite" not in page(report(runs=[run]))
 
 
@@ -142,7 +142,7 @@ def test_where_it_begins(plants, rank, parameter, text):
     run = training()
     for number, values in plants:
         plant(run, number, 4, **values)
-    found = first_not_finite(run.traces)
+    found = not_finite.find(run.traces)
     assert found is not None
     assert (found.step, found.rank, found.parameter) == (4, rank, parameter)
     assert found.text.startswith(text)
@@ -151,7 +151,7 @@ def test_where_it_begins(plants, rank, parameter, text):
 def test_one_rank_alone_is_named():
     run = training(ranks=1)
     plant(run, 0, 2, "nan", own=[0])
-    found = first_not_finite(run.traces)
+    found = not_finite.find(run.traces)
     assert found is not None
     assert found.title == "not finite since step 2, rank 0"
 

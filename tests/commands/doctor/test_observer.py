@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import logging
+import sys
+import time
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from dpfuse.commands.doctor.not_finite import first_not_finite
+from dpfuse.commands.doctor.messages import Messages
+from dpfuse.commands.doctor.patience import Patience
 from dpfuse.commands.doctor.run_request import RunRequest
-from dpfuse.commands.doctor.runs import OBSERVER, Plan, run_once
+from dpfuse.commands.doctor.runs import OBSERVER, RunSetup, run_once
 from dpfuse.commands.run_command import Program
+from dpfuse.rules import not_finite
 from dpfuse.startup import startup_variables
-from dpfuse.trace.trace_file import read_folder
+from dpfuse.trace_file import read_folder
 from tests.distributed.processes import clean_environment, run
 
 PROGRAM = """
@@ -224,7 +230,7 @@ def test_a_run_ends_whatever_a_scaler_skips(training, made, steps, tmp_path):
     assert found.facts["scaled"] == [{"optimizer": "SGD", "made": made}]
     traces = read_folder(tmp_path)
     assert len(traces[0].steps) == steps
-    assert first_not_finite(traces) is None
+    assert not_finite.find(traces) is None
 
 
 SPAWNS = """
@@ -250,7 +256,32 @@ def test_a_program_that_starts_its_ranks_runs_no_code_behind_them(tmp_path):
     (tmp_path / "spawns.py").write_text(SPAWNS)
     (tmp_path / "saved").write_text("")
     program = Program(str(tmp_path / "spawns.py"), (str(tmp_path / "saved"),))
-    plan = Plan(program, 1, True, 5, 2, 60.0, tmp_path)
-    found = run_once(plan, 1, "torch", lambda text: None)
+    setup = RunSetup(program, 1, True, 5, 2, 60.0, tmp_path)
+    found = run_once(setup, 1, "torch", lambda text: None)
     assert (found.code, found.unwrapped, found.log.read_text()) == (0, 5, "")
     assert str(tmp_path / "saved") in found.read()  # by the process that has started the rank
+
+
+def test_warnings_keep_their_places_and_those_of_dpfuse_are_noted(monkeypatch, recwarn):
+    for owner, name in ((warnings, "warn"), (sys, "excepthook")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+    log = logging.getLogger("dpfuse.loop")
+    monkeypatch.setattr(log, "handlers", [*log.handlers])
+    monkeypatch.setattr(log, "level", log.level)
+    messages = Messages(lambda: None)
+    ours = {"__name__": "dpfuse.some", "warnings": warnings}
+    exec("def say(): warnings.warn('ours', stacklevel=2)", ours)
+    warnings.warn("of the program", stacklevel=1)
+    ours["say"]()
+    assert [(str(one.message), one.filename) for one in recwarn] == [("of the program", __file__), ("ours", __file__)]
+    assert list(messages.noted) == [("UserWarning", "ours")]
+
+
+def test_the_time_before_the_first_step_gives_no_patience(monkeypatch):
+    times = iter([0.0, 100.0, 101.0, 103.0, 127.9, 128.0])
+    monkeypatch.setattr(time, "monotonic", lambda: next(times))
+    patience = Patience()
+    for _ in range(3):
+        patience.step()
+    assert patience.seconds == 5 + 10 * 2
+    assert [patience.is_over, patience.is_over] == [False, True]

@@ -17,13 +17,13 @@ from dpfuse.commands.doctor.doctor_command import _failure, _signals_as_exceptio
 from dpfuse.commands.doctor.findings import Finding, findings_of, remarks_of
 from dpfuse.commands.doctor.numbers import Numbers, judge
 from dpfuse.commands.doctor.page import page
-from dpfuse.commands.doctor.report import DoctorReport
+from dpfuse.commands.doctor.result import DoctorResult
 from dpfuse.commands.doctor.runs import Run, _last_line, _progress, _steps
 from dpfuse.commands.doctor.speed import Link, measure
 from dpfuse.commands.doctor.summary import LINES, WIDTH, summary
 from dpfuse.commands.machine import machine_facts, software_versions
+from dpfuse.rules.w01_weights_differ import Drift, Measured
 from dpfuse.trace.comparison import Difference
-from dpfuse.weights.finding import Drift, Measured
 from tests.commands.doctor.made import plain_facts, run_of, timed, traces_of, window
 from tests.trace.training import train
 
@@ -36,7 +36,7 @@ def report(numbers=EQUAL, findings=(), runs=None, **changes):
     machine = {"machine": machine_facts(torch.device("cpu")), "versions": software_versions()}
     facts = {"changed": {}, "failure": "", "failed_under": "", "remarks": (), **changes}
     facts |= {"speed": measure(runs, 2), "findings": tuple(findings), "machine": machine}
-    return DoctorReport("dpfuse doctor train.py '<x>'", runs, numbers, **facts)
+    return DoctorResult("dpfuse doctor train.py '<x>'", runs, numbers, **facts)
 
 
 FINDING = Finding("DPF-L01", "a warning (LoopWarning)", "the sampler is not told the epoch & <more>", ("run 2",))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dpfuse.commands.doctor.page import page
-from dpfuse.commands.doctor.runs import Plan, run_once
+from dpfuse.commands.doctor.runs import RunSetup, run_once
 from dpfuse.commands.doctor.summary import summary
 from dpfuse.commands.doctor.too_few_steps import AVERAGES, STEPS, too_few_steps
 from dpfuse.commands.run_command import Program
@@ -131,7 +131,7 @@ def test_so_many_steps_are_enough_and_fewer_are_not(name, code, tmp_path):
     for steps, told in ((need, True), (need - 1 - one_more_on_a_gpu, False)):
         folder = tmp_path / str(steps)
         folder.mkdir()
-        plan = Plan(Program(str(program), (name,)), 2, False, steps, 2, 60.0, folder)
-        run = run_once(plan, 1, "dpfuse", lambda text: None)
+        setup = RunSetup(Program(str(program), (name,)), 2, False, steps, 2, 60.0, folder)
+        run = run_once(setup, 1, "dpfuse", lambda text: None)
         assert run.steps == steps, run.log.read_text()
         assert (code in {note["code"] for note in run.facts["0"]["findings"]}) == told

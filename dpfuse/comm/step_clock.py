@@ -27,7 +27,7 @@ __all__ = [
     "STEPPED",
     "WAITING",
     "Mark",
-    "PhaseClock",
+    "StepClock",
     "Sums",
 ]
 
@@ -47,7 +47,7 @@ MANY, FEW = 16, 4
 RAREST = 1 << 16  # steps between two sums
 
 
-class PhaseClock:
+class StepClock:
     """Adds up seconds by phase. At any time one phase runs; waiting and garbage collections in it are not its own.
 
     A step is a backward that synchronises. It ends at the same moment on all ranks, about. So from one to the next each
@@ -136,7 +136,7 @@ def _next_phase(phase: int, kind: int) -> int:
     return LOADER if phase == OPTIMIZER else phase
 
 
-def _collects(clock: ref[PhaseClock], moment: str, _info: dict[str, Any]) -> None:
+def _collects(clock: ref[StepClock], moment: str, _info: dict[str, Any]) -> None:
     """Tell a clock that a garbage collection begins or ends. This does not keep the clock."""
     found = clock()
     if found is not None:

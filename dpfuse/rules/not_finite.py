@@ -1,49 +1,26 @@
-"""Where NaN and infinite values begin in a training, and how far they go. Reads traces only."""
+"""A step is made on NaN or infinite values: where they begin, and how far they go. It has no code."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from dpfuse.commands.doctor.cut_windows import full_name, name_list
-from dpfuse.trace.trace_file import NOT_FINITE, SKIPPED, STEPPED, WEIGHTS, RankTrace
+from dpfuse.rules.seen import Seen, Traces, name_list
+from dpfuse.rules.windows import full_name
+from dpfuse.trace_file import NOT_FINITE, SKIPPED, STEPPED, WEIGHTS, RankTrace
 
-__all__ = ["TITLE", "NotFinite", "first_in_backward", "first_not_finite"]
+__all__ = ["TITLE", "find", "first_in_backward"]
 
 TITLE = "not finite"  # begins each of a finding
 
 
-@dataclass(frozen=True)
-class NotFinite:
-    """The first step of an optimizer that was made though something was not finite.
+def find(traces: Traces) -> Seen | None:
+    """Tell of the first step whose gradients, weights or last loss are not finite.
 
-    Args:
-        step: its number, over all optimizers.
-        rank: the first on which the loss or the gradient was not finite; None where it was so on all, or on none.
-        parameter: the first whose gradient or weights were not finite; empty where it was the loss alone.
-        text: what was got, what was expected, and what to do.
-    """
-
-    step: int
-    rank: int | None
-    parameter: str
-    text: str
-
-    @property
-    def title(self) -> str:
-        """The same in a few words."""
-        return f"{TITLE} since step {self.step}, {'on all ranks' if self.rank is None else f'rank {self.rank}'}"
-
-
-def first_not_finite(traces: Mapping[int, RankTrace]) -> NotFinite | None:
-    """Return the first step whose gradients, weights or last loss are not finite; None if there is none.
-
-    What came before its last backward was left out of it: a `GradScaler`, or the program, has skipped a step.
-
-    Args:
-        traces: of a run, by rank.
+    What came before its last backward was left out of it: a `GradScaler`, or the program, has skipped a step. The rank
+    is the first on which the loss or the gradient was not finite; none where it was so on all, or on none. The
+    parameter is the first whose gradient or weights were not finite; none where it was the loss alone.
     """
     for step, lines in _steps(traces):
         if any(_loss(line) or _places(line, STEPPED) or _places(line, WEIGHTS) for line in lines.values()):
@@ -51,7 +28,7 @@ def first_not_finite(traces: Mapping[int, RankTrace]) -> NotFinite | None:
     return None
 
 
-def first_in_backward(traces: Mapping[int, RankTrace]) -> str:
+def first_in_backward(traces: Traces) -> str:
     """Say which loss or gradient was not finite first, whether a step was made on it or not; empty if none was."""
     for step, lines in _steps(traces):
         for index in range(max(len(line["backwards"]) for line in lines.values())):
@@ -64,13 +41,13 @@ def first_in_backward(traces: Mapping[int, RankTrace]) -> str:
     return ""
 
 
-def _steps(traces: Mapping[int, RankTrace]) -> Iterator[tuple[int, dict[int, dict[str, Any]]]]:
+def _steps(traces: Traces) -> Iterator[tuple[int, dict[int, dict[str, Any]]]]:
     """Yield the number of each step, and its lines by rank; some ranks may make fewer."""
     for step in range(max((len(trace.steps) for trace in traces.values()), default=0)):
         yield step, {rank: trace.steps[step] for rank, trace in traces.items() if step < len(trace.steps)}
 
 
-def _told(traces: Mapping[int, RankTrace], step: int, lines: Mapping[int, dict[str, Any]]) -> NotFinite:
+def _told(traces: Traces, step: int, lines: Mapping[int, dict[str, Any]]) -> Seen:
     losses = {rank: loss for rank, line in lines.items() if (loss := _loss(line))}
     first = min(losses or lines)
     optimizer = traces[first].optimizers[lines[first]["optimizer"]]
@@ -108,12 +85,12 @@ def _told(traces: Mapping[int, RankTrace], step: int, lines: Mapping[int, dict[s
         "and a torch.amp.GradScaler skips such steps. Where gradients are finite and weights are not, try a smaller "
         "learning rate."
     )
-    return NotFinite(step, ranks[0] if len(ranks) < max(len(traces), 2) else None, parameters[0], text)
+    rank = ranks[0] if len(ranks) < max(len(traces), 2) else None
+    title = f"{TITLE} since step {step}, {'on all ranks' if rank is None else f'rank {rank}'}"
+    return Seen(title, text, step, rank, parameters[0])
 
 
-def _own_of_ranks(
-    traces: Mapping[int, RankTrace], lines: Mapping[int, dict[str, Any]], count: int
-) -> dict[int, list[str]]:
+def _own_of_ranks(traces: Traces, lines: Mapping[int, dict[str, Any]], count: int) -> dict[int, list[str]]:
     """Return, by rank, the parameters whose gradient it had not finite, in the latest of the last backwards."""
     for back in range(1, count + 1):
         found = {
@@ -126,7 +103,7 @@ def _own_of_ranks(
     return {}
 
 
-def _end(traces: Mapping[int, RankTrace]) -> str:
+def _end(traces: Traces) -> str:
     """Say what is not finite at the end."""
     last = [trace.steps[-1] for trace in traces.values() if trace.steps]
     losses = [loss for line in last if (loss := _loss(line))]

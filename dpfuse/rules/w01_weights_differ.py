@@ -1,21 +1,25 @@
-"""What was found where the ranks' weights differ, and how it is said."""
+"""DPF-W01: the weights of the ranks differ after a step. Also what DPF-L01 says where a suspicion of it was right."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from dpfuse.findings import OTHER_TENSORS, REST, WEIGHTS
+from dpfuse.rules.codes import REST, WEIGHTS
+from dpfuse.rules.seen import Seen, Traces, common_steps, name_list, rank_list
+from dpfuse.rules.windows import averages_of
+from dpfuse.trace_file import BEFORE_STEP, hashes_in
 
 __all__ = [
     "OF_BACKWARDS",
+    "TITLE",
     "TOLD_ELSEWHERE",
     "Drift",
     "Measured",
     "Phrases",
+    "find",
     "kind_in",
-    "tell_known",
-    "tell_other_tensors",
+    "text_of_checkpoint",
 ]
 
 OF_ANOTHER = (
@@ -27,6 +31,7 @@ AS_ANOTHER = "Rank {rank} has seen such a step, too."
 TOLD_ELSEWHERE = rf"{REST}: rank \d+: (On rank|.*\bRank \d+ has seen such a step, too)"
 PAGE = " See DPF-L01 on the page wrong/loops of the documentation."
 NAMED = 3  # parameters that are named
+TITLE = "the weights of the ranks differ"
 EXPECTED, BECAME = "expected equal bits.", "They became different"  # between them a message says what kind it is of
 LOOK = "Look for what only some ranks do to weights, gradients, learning rates or optimizer states. "
 REMEDY = "Load the checkpoint from before step {first}, or {how}."
@@ -148,7 +153,7 @@ class Drift:
         return f"{verb} {named}{rest}; {len(self.names)} of {self.count} differ.{frozen}"
 
     def _ranks(self) -> str:
-        whose = _listed(self.others)
+        whose = rank_list(self.others)
         if self.size == 2:
             return "Of two ranks none can be said to be right."
         equal = self.size - len(self.others)
@@ -184,14 +189,14 @@ def kind_in(text: str) -> str:
     """Return the sentence in a message that says what kind of difference it is; empty if there is none.
 
     Example:
-        >>> from dpfuse.weights.finding import kind_in
+        >>> from dpfuse.rules.w01_weights_differ import kind_in
         >>> kind_in("The weights differ, expected equal bits. It is one bit. They became different after step 3.")
         'It is one bit.'
     """
     return text.partition(EXPECTED)[2].partition(BECAME)[0].strip()
 
 
-def tell_known(rank: int, known: Mapping[str, int]) -> str:
+def text_of_checkpoint(rank: int, known: Mapping[str, int]) -> str:
     """Return what a checkpoint that is saved now should say.
 
     Args:
@@ -206,14 +211,49 @@ def tell_known(rank: int, known: Mapping[str, int]) -> str:
     )
 
 
-def tell_other_tensors(rank: int, ranks: Sequence[int]) -> str:
-    """Return the message where the ranks cannot compare their weights any more."""
-    return (
-        f"{OTHER_TENSORS}: rank {rank}: {_listed(ranks)} {'has' if len(ranks) == 1 else 'have'} parameters of another "
-        "name, shape or dtype than the other ranks, expected the same; weights are not compared any more. Change the "
-        "module in the same way on every rank."
+def find(traces: Traces) -> Seen | None:
+    """Tell of the first step after which weights differ that all ranks have stepped by the same averaged gradients.
+
+    Ranks may well train apart for a while: inside of `no_sync()`, or with a hook that averages over some of them. Their
+    weights then differ before such a step, too.
+    """
+    first = traces[0]
+    last: dict[int, tuple[int, bool]] = {}  # by optimizer: its last step, and whether the weights differ since then
+    for step in range(common_steps(traces)):
+        lines = [trace.steps[step] for trace in traces.values()]
+        names = first.optimizers[lines[0]["optimizer"]]["names"]
+        if any(trace.optimizers[trace.steps[step]["optimizer"]]["names"] != names for trace in traces.values()):
+            continue  # each rank steps its own part
+        averages = [averages_of(line) for line in lines]
+        is_deep = "parameters" in lines[0]
+        texts = [line["parameters" if is_deep else "all_parameters"] for line in lines]
+        before, was_apart = last.get(lines[0]["optimizer"], (None, False))
+        differ = len({*texts}) > 1
+        last[lines[0]["optimizer"]] = step, differ
+        if differ and not was_apart and averages[0] and all(one == averages[0] for one in averages):
+            columns = zip(*map(hashes_in, texts), strict=False) if is_deep else ()
+            found = [name for name, column in zip(names, columns, strict=False) if len({*column}) > 1]
+            begun_apart = before is not None and len({line.get(BEFORE_STEP) for line in lines}) > 1
+            return Seen(TITLE, _text(step, found, before if begun_apart else None))
+    return None
+
+
+def _text(step: int, names: Sequence[str], before: int | None) -> str:
+    """Return what a trace shows.
+
+    Args:
+        step: the first after which they differ.
+        names: of the parameters that differ, as far as they were hashed one by one.
+        before: the step before of that optimizer if they were equal after it and differed when this one began.
+    """
+    where = f" in {name_list(names)}" if names else ""
+    text = (
+        f"after step {step} the ranks hold different weights{where}, expected equal ones, since their averaged "
+        "gradients are equal"
     )
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))}".capitalize()
+    if before is None:
+        return f"{text}; is each wrapped, trained by the same optimizer, and loaded on every rank?"
+    return (
+        f"{text}. They were equal after step {before} and differed when step {step} began, so other code than the "
+        "optimizer has written them. Do the same on every rank."
+    )

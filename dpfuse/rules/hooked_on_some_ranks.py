@@ -1,24 +1,20 @@
-"""What traces show of hooks that change gradients: whether on some ranks alone. Knows no run, only traces."""
+"""Hooks of the program change gradients on some ranks alone, before they are averaged. It has no code."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from dpfuse.commands.doctor.cut_windows import name_list
-from dpfuse.trace.trace_file import ABSENT, HOOKED, RankTrace, hashes_in
+from dpfuse.rules.seen import Seen, Traces, name_list
+from dpfuse.trace_file import ABSENT, HOOKED, RankTrace, hashes_in
 
-__all__ = ["changed_on_some_ranks"]
+__all__ = ["find"]
 
 ALWAYS = 3  # gradients of a rank, all of which are changed: no hook that cuts only what is large
 Hashes = tuple[str, str]  # of a gradient as it was computed, and after hooks of the program
 
 
-def changed_on_some_ranks(traces: Mapping[int, RankTrace]) -> str | None:
-    """Say that hooks of the program change gradients on some ranks alone, before they are averaged.
-
-    Args:
-        traces: of a run, by rank; only steps that are hashed in full show it.
-    """
+def find(traces: Traces) -> Seen | None:
+    """Say that it is so; only steps that are hashed in full show it."""
     for model in traces[0].models:
         rows = {rank: _gradients(trace, str(model["number"])) for rank, trace in traces.items()}
         names: dict[tuple[int, ...], list[str]] = {}  # by the ranks that change their gradients
@@ -27,11 +23,12 @@ def changed_on_some_ranks(traces: Mapping[int, RankTrace]) -> str | None:
             if ranks := _alone(columns):
                 names.setdefault(ranks, []).append(name)
         for ranks, found in names.items():
-            return (
+            return Seen(
+                "gradients are changed on some ranks",
                 f"on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} alone, hooks of the program change "
                 f"gradients before they are averaged: those of {name_list(found)} of model {model['number']} "
                 f"({model['class']}). So changed and unchanged gradients are averaged. Expected the same on every "
-                "rank: is the hook, or what it does, inside a condition on the rank?"
+                "rank: is the hook, or what it does, inside a condition on the rank?",
             )
     return None
 

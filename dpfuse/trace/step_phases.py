@@ -11,12 +11,12 @@ from time import perf_counter
 
 from dpfuse.engine.user_line import user_line
 
-__all__ = ["Phases"]
+__all__ = ["StepPhases"]
 
 PHASES = ("outside", "loader", "forward", "backward", "optimizer", "device", "tracing")
 
 
-class Phases:
+class StepPhases:
     """Adds up the seconds of each phase. At any time one phase runs; "outside" is the rest, such as the loss.
 
     Attributes:

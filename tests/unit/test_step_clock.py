@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from dpfuse.comm.phase_clock import (
+from dpfuse.comm.step_clock import (
     BACKWARD,
     DELIVERED,
     FEW,
@@ -18,7 +18,7 @@ from dpfuse.comm.phase_clock import (
     OPTIMIZER,
     PAUSE,
     STEPPED,
-    PhaseClock,
+    StepClock,
 )
 
 
@@ -29,7 +29,7 @@ def now(monkeypatch):
     class Now:
         value = 100.0
 
-    monkeypatch.setattr("dpfuse.comm.phase_clock.perf_counter", lambda: Now.value)
+    monkeypatch.setattr("dpfuse.comm.step_clock.perf_counter", lambda: Now.value)
     return Now
 
 
@@ -56,7 +56,7 @@ def step(clock, now, waited=0.0, *, optimizers=1):
 
 @pytest.mark.parametrize("optimizers", [1, 3])
 def test_each_phase_has_its_time_and_waiting_has_the_rest(now, optimizers):
-    clock = PhaseClock()
+    clock = StepClock()
     waited = step(clock, now, optimizers=optimizers)
     step(clock, now, waited)
     (first, second) = clock.taken()
@@ -67,14 +67,14 @@ def test_each_phase_has_its_time_and_waiting_has_the_rest(now, optimizers):
 
 
 def test_what_was_waited_for_before_the_clock_began_does_not_count(now):
-    clock = PhaseClock(50.0)
+    clock = StepClock(50.0)
     step(clock, now, 50.0)
     ((_, seconds),) = clock.taken()
     assert seconds == [1, 2, 3, 0, 0, 51]  # of which only differences are used
 
 
 def test_without_an_optimizer_that_tells_of_its_steps_the_optimizer_has_all_up_to_the_forward(now):
-    clock = PhaseClock()
+    clock = StepClock()
     step(clock, now, optimizers=0)
     step(clock, now, 1.0, optimizers=0)
     assert clock.taken()[-1][1] == [1, 4, 6, 1, 0, 2]
@@ -82,7 +82,7 @@ def test_without_an_optimizer_that_tells_of_its_steps_the_optimizer_has_all_up_t
 
 def test_the_time_between_two_backwards_without_a_step_of_the_optimizer_is_that_of_the_loader(now):
     """Gradients are averaged in each of four backwards, after which the optimizer steps."""
-    clock, waited = PhaseClock(), 0.0
+    clock, waited = StepClock(), 0.0
     for number in range(1, 9):
         waited = step(clock, now, waited, optimizers=number % 4 == 0)
     sums = [seconds for _, seconds in clock.taken()]
@@ -94,7 +94,7 @@ def test_the_time_between_two_backwards_without_a_step_of_the_optimizer_is_that_
 
 def test_a_collection_counts_though_another_thread_ends_the_step(now):
     """A thread of autograd's, as on GPUs."""
-    clock = PhaseClock()
+    clock = StepClock()
     mark(clock, FORWARD, now.value)
     other = threading.Thread(target=mark, args=(clock, DELIVERED, now.value))
     other.start()
@@ -107,7 +107,7 @@ def test_a_collection_counts_though_another_thread_ends_the_step(now):
 
 
 def test_an_optimizer_that_steps_in_backward_is_part_of_backward(now):
-    clock = PhaseClock()
+    clock = StepClock()
     mark(clock, BACKWARD, now.value)
     now.value += 1
     mark(clock, STEPPED, now.value)
@@ -118,7 +118,7 @@ def test_an_optimizer_that_steps_in_backward_is_part_of_backward(now):
 
 
 def test_a_collection_is_taken_from_the_phase_in_which_it_runs(now):
-    clock = PhaseClock()
+    clock = StepClock()
 
     def collect(moment, _):
         now.value += 16 if moment == "start" else 0
@@ -138,7 +138,7 @@ def test_a_collection_is_taken_from_the_phase_in_which_it_runs(now):
 
 def test_a_clock_that_is_freed_leaves_no_callback():
     before = list(gc.callbacks)
-    clock = PhaseClock()
+    clock = StepClock()
     assert len(gc.callbacks) == len(before) + 1
     del clock
     gc.collect()
@@ -146,7 +146,7 @@ def test_a_clock_that_is_freed_leaves_no_callback():
 
 
 def test_many_steps_between_two_heartbeats_are_told_of_more_rarely(now):
-    clock = PhaseClock()
+    clock = StepClock()
 
     def told(steps):
         for _ in range(steps):
@@ -165,7 +165,7 @@ def test_many_steps_between_two_heartbeats_are_told_of_more_rarely(now):
 
 @pytest.mark.parametrize("kinds", [[], [FORWARD], [FORWARD, BACKWARD], [BACKWARD, DELIVERED], [DELIVERED, STEPPED]])
 def test_another_thread_sees_which_phase_runs_whether_marks_are_added_up_or_not(now, kinds):
-    clock = PhaseClock()
+    clock = StepClock()
     clock.marks += [(kind, now.value, 0.0, 0.0) for kind in kinds]
     expected = {STEPPED: LOADER, DELIVERED: OPTIMIZER}.get(kinds[-1], kinds[-1]) if kinds else LOADER
     assert clock.phase == expected
@@ -174,7 +174,7 @@ def test_another_thread_sees_which_phase_runs_whether_marks_are_added_up_or_not(
 
 
 def test_marks_are_due_some_time_after_they_were_added_up(now):
-    clock = PhaseClock()
+    clock = StepClock()
     assert clock.due == now.value
     now.value += 1
     clock.add_up()

@@ -9,19 +9,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from dpfuse.commands.doctor.findings import Finding
-from dpfuse.commands.doctor.not_finite import TITLE
 from dpfuse.commands.doctor.numbers import Numbers, losses_of
 from dpfuse.commands.doctor.runs import Run
 from dpfuse.commands.doctor.skipped_steps import SkippedSteps, skipped_of
 from dpfuse.commands.doctor.speed import Speed
+from dpfuse.rules.not_finite import TITLE
 
-__all__ = ["CANNOT_SAY", "FOUND", "DoctorReport"]
+__all__ = ["CANNOT_SAY", "FOUND", "DoctorResult"]
 
 FOUND, CANNOT_SAY, INTERRUPTED = 1, 2, 128 + signal.SIGINT  # exit codes
 
 
 @dataclass(frozen=True)
-class DoctorReport:
+class DoctorResult:
     """What was found.
 
     Args:
