@@ -19,7 +19,7 @@ from torch import nn
 
 import dpfuse
 from dpfuse.commands.machine import machine_facts, software_versions
-from dpfuse.trace.attachment import start_tracer, stop_tracer
+from dpfuse.trace.process_trace import start_tracer, stop_tracer
 
 LAYERS, WIDTH = 25, 512  # 25 MB
 ROUNDS, STEPS = 9, 5

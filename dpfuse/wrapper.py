@@ -184,7 +184,7 @@ class SyncedModule(nn.Module):
         self._finalizer = finalize(self, self._sync.remove_hooks)
         self._finalizer.atexit = False
         if fresh and os.environ.get(TRACE):
-            from dpfuse.trace.attachment import process_tracer
+            from dpfuse.trace.process_trace import process_tracer
 
             process_tracer().add(self)
 

@@ -16,12 +16,12 @@ from dpfuse.engine.report_layout import ReportPlace
 from dpfuse.engine.streams import capturing
 from dpfuse.findings import findings
 from dpfuse.loop.compared_words import ComparedWords, Word
+from dpfuse.loop.forward_modes import ForwardModes
+from dpfuse.loop.input_comparison import InputComparison
 from dpfuse.loop.input_hash import InputHash
-from dpfuse.loop.own_gradient import OwnGradient
-from dpfuse.loop.record import Record
-from dpfuse.loop.same_batches import SameBatches
-from dpfuse.loop.same_modes import SameModes
-from dpfuse.loop.same_rates import SameRates
+from dpfuse.loop.learning_rates import LearningRates
+from dpfuse.loop.mean_equals_own import OwnAndMean
+from dpfuse.loop.training_record import TrainingRecord
 from dpfuse.rules.codes import OTHER_MODES, OTHER_RATES
 
 __all__ = ["RankComparison"]
@@ -42,14 +42,14 @@ class RankComparison:
         waits: whether the next average is to be told of.
     """
 
-    def __init__(self, module: nn.Module, record: Record, device: str, size: int, place: ReportPlace) -> None:
+    def __init__(self, module: nn.Module, record: TrainingRecord, device: str, size: int, place: ReportPlace) -> None:
         self._record = record
         self._words = ComparedWords(place, size)
         self._inputs = InputHash()
-        self.own = OwnGradient()
-        self._batches = SameBatches(record)
-        self._modes = SameModes(module, device, record.rank)
-        self._rates = SameRates(record)
+        self.own = OwnAndMean()
+        self._batches = InputComparison(record)
+        self._modes = ForwardModes(module, device, record.rank)
+        self._rates = LearningRates(record)
         self._found: dict[str, str] = {}  # by code, until the next step
         self.waits = False
 

@@ -18,8 +18,8 @@ from dpfuse.comm.step_clock import BACKWARD, DELIVERED, FORWARD, LOADER, MOST, S
 from dpfuse.comm.waiting import Board
 from dpfuse.engine.events import Inputs, Watcher
 from dpfuse.loop.loop_check import LoopCheck
-from dpfuse.loop.optimizer_rules import RATE
-from dpfuse.loop.record import Record
+from dpfuse.loop.stepping_optimizer import RATE
+from dpfuse.loop.training_record import TrainingRecord
 
 __all__ = ["Journal"]
 
@@ -38,7 +38,7 @@ class Journal(Watcher):
         loop: looks whether the loop is right; None where nothing looks.
     """
 
-    def __init__(self, module: nn.Module, record: Record, board: Board | None, loop: LoopCheck | None) -> None:
+    def __init__(self, module: nn.Module, record: TrainingRecord, board: Board | None, loop: LoopCheck | None) -> None:
         self._module = module
         self._record = record
         self._board = board or Board()

@@ -23,9 +23,9 @@ from dpfuse.errors import DPFuseError, LoopWarning
 from dpfuse.findings import findings
 from dpfuse.loop.compared_words import LAST, WIDTHS, is_due, next_change
 from dpfuse.loop.comparison import RankComparison
-from dpfuse.loop.never_stepped import NeverStepped
-from dpfuse.loop.optimizer_rules import OptimizerRules, best_of
-from dpfuse.loop.record import Record
+from dpfuse.loop.stepping_optimizer import SteppingOptimizer, best_of
+from dpfuse.loop.training_record import TrainingRecord
+from dpfuse.loop.unowned_parameters import UnownedParameters
 from dpfuse.loop.watched_gradient import WatchedGradient, has_plain_class
 
 __all__ = ["LoopCheck"]
@@ -66,7 +66,7 @@ class LoopCheck(Feature):
     _engine: Engine
     _place: ReportPlace
 
-    def __init__(self, module: nn.Module, record: Record, suspect: Callable[[str], bool]) -> None:
+    def __init__(self, module: nn.Module, record: TrainingRecord, suspect: Callable[[str], bool]) -> None:
         self._module = module
         self.record = record
         self.failed = False
@@ -82,9 +82,9 @@ class LoopCheck(Feature):
         self.marked: list[WatchedGradient] = []
         self._spares: list[WatchedGradient] = []
         self._all_averaged = True  # whether each backward so far was synchronised, and has ended
-        self.optimizers: dict[ref[Optimizer], OptimizerRules] = {}
+        self.optimizers: dict[ref[Optimizer], SteppingOptimizer] = {}
         self._steps = 0
-        self._never_stepped: NeverStepped | None = None
+        self._never_stepped: UnownedParameters | None = None
         self._own: WeakKeyDictionary[Report, int] = WeakKeyDictionary()  # by report the place of a gradient beside it
 
     def join(self, engine: Engine) -> None:
@@ -104,12 +104,12 @@ class LoopCheck(Feature):
     def planned(self, plan: BucketPlan) -> None:
         """As `Feature.planned`."""
         if self._never_stepped is not None and self._never_stepped.misses_names(names_of(plan)):
-            self._never_stepped, self.settled = NeverStepped(self.record), False
+            self._never_stepped, self.settled = UnownedParameters(self.record), False
 
     def thawed(self, params: Sequence[Tensor]) -> None:
         """As `Watcher.thawed`."""
         if self._never_stepped is not None and self._never_stepped.misses(map(leaf_of, params)):
-            self._never_stepped, self.settled = NeverStepped(self.record), False
+            self._never_stepped, self.settled = UnownedParameters(self.record), False
 
     # --- What the journal tells ---
 
@@ -224,7 +224,7 @@ class LoopCheck(Feature):
             rules = self.optimizers.get(ref(optimizer))
             if rules is None:
                 self.optimizers = {each: found for each, found in self.optimizers.items() if each() is not None}
-                rules = self.optimizers[ref(optimizer)] = OptimizerRules(record, self._suspect, self._rates.ask)
+                rules = self.optimizers[ref(optimizer)] = SteppingOptimizer(record, self._suspect, self._rates.ask)
             before = rules.watched
             rules.before_step(optimizer, self._spares)
             if self._spares or rules.watched is not before:
@@ -264,7 +264,7 @@ class LoopCheck(Feature):
         some = found[:: max(1, -(-len(found) // SPARES))]
         self._spares = [WatchedGradient(param, name, record.rank) for name, param in some]
         self.watched = self.marked = list(self._spares)
-        self._never_stepped = NeverStepped(record)
+        self._never_stepped = UnownedParameters(record)
         device, size = grads.params[0].device.type, grads.group.size()
         self._comparison = RankComparison(self._module, record, device, size, self._place)
 

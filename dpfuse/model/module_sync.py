@@ -35,10 +35,10 @@ from dpfuse.gradients.error_feedback import ErrorFeedback
 from dpfuse.gradients.finite import FiniteCheck
 from dpfuse.gradients.loss_scale_and_weight import GradientFactors
 from dpfuse.gradients.norm import GradientReader, Measurable, refuse_running
-from dpfuse.loop.group_of_one import tell_of_group
 from dpfuse.loop.journal import Journal
 from dpfuse.loop.loop_check import LoopCheck
-from dpfuse.loop.record import Record
+from dpfuse.loop.training_record import TrainingRecord
+from dpfuse.loop.wrapped_group import tell_of_group
 from dpfuse.measure.metrics import Metrics
 from dpfuse.model.agreement import send_tensors
 from dpfuse.model.buffer_schedule import BufferSchedule
@@ -188,7 +188,7 @@ class ModuleSync:
             tell_of_group(group)
             board = board_of(group)
             self._timed_on = None if board is None or board.heartbeat is None else board
-            record = Record(
+            record = TrainingRecord(
                 lambda: dict(zip(names_of(self.grads.plan), map(leaf_of, self.grads.params), strict=True)), group, level
             )
             if group.size() > 1:

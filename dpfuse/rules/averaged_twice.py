@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from dpfuse.rules.calls_around_steps import turns_of
 from dpfuse.rules.seen import Seen, Traces
-from dpfuse.rules.turns import turns_of
 from dpfuse.rules.windows import class_of, is_averaged, pairs_of
 from dpfuse.trace_file import RANKS, Call
 

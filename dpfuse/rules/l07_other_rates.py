@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["BACKWARDS", "REMEDY", "mean_of", "note"]
+from dpfuse.rules.seen import Seen, Traces, common_steps
+from dpfuse.rules.windows import class_of
+
+__all__ = ["BACKWARDS", "find", "mean_of", "note"]
 
 BACKWARDS = 2  # running
 REMEDY = "Step each schedule equally often on every rank, and give one that depends on a loss the mean over the ranks."
+RANKS = 6  # of which a trace tells the rates
 
 Own = Sequence[tuple[str, Sequence[float]]]  # learning rates of this rank, each with the name of its optimizer
 
@@ -43,3 +47,19 @@ def mean_of(own: Own) -> float:
     """Return the mean of the learning rates of all optimizers; 0 where there is none."""
     all_rates = [rate for _, rates in own for rate in rates]
     return sum(all_rates) / max(1, len(all_rates))
+
+
+def find(traces: Traces) -> Seen | None:
+    """Tell of the first step before which the rates of an optimizer differ between ranks, with that of each rank."""
+    for step in range(common_steps(traces)):
+        lines = {rank: trace.steps[step] for rank, trace in traces.items()}
+        rates = {rank: ", ".join(str(group.get("lr")) for group in line["settings"]) for rank, line in lines.items()}
+        if len(set(rates.values())) > 1:
+            each = ", ".join(f"rank {rank} has {rate}" for rank, rate in [*rates.items()][:RANKS])
+            more = ", …" if len(rates) > RANKS else ""
+            return Seen(
+                "other learning rates",
+                f"the learning rates of {class_of(traces[0], lines[0]['optimizer'])} differ between ranks, first in "
+                f"step {step}: {each}{more}. Expected equal ones; the weights of the ranks drift apart. {REMEDY}",
+            )
+    return None

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from dpfuse.rules.calls_around_steps import HABIT, Turn, last_backward, turns_of
 from dpfuse.rules.seen import Seen, Traces
-from dpfuse.rules.turns import HABIT, Turn, last_backward, turns_of
 from dpfuse.rules.windows import class_of, pairs_of, parts_of
 from dpfuse.trace_file import HELD, Call
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from dpfuse.rules.calls_around_steps import Turn, turns_of
 from dpfuse.rules.seen import Seen, Traces
-from dpfuse.rules.turns import Turn, turns_of
 from dpfuse.rules.windows import class_of, pairs_of, parts_of, repeats
 from dpfuse.trace_file import Call
 

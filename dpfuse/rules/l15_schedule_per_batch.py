@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from dpfuse.rules.calls_around_steps import HABIT, Turn, turns_of
 from dpfuse.rules.seen import Seen, Traces
-from dpfuse.rules.turns import HABIT, Turn, turns_of
 from dpfuse.rules.windows import class_of
 from dpfuse.trace_file import Call
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from dpfuse.trace.by_number import by_number
+from dpfuse.trace.by_micro_batch import by_number
 from dpfuse.trace_file import BEFORE_STEP, HELD, HOOKED, RankTrace, behind_hooks
 
 __all__ = ["CAUSES", "Difference", "compare", "first_setting"]

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from dpfuse.engine.tensor_hash import Hash, hash_of, joined
-from dpfuse.trace.sketch import signed_sum
+from dpfuse.trace.signed_sum import signed_sum
 from dpfuse.trace_file import BEFORE_STEP
 
 __all__ = ["StepHashes"]

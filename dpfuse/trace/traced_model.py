@@ -12,7 +12,7 @@ from dpfuse.engine.plan import BucketPlan
 from dpfuse.engine.random_states import hashes_of_random_state
 from dpfuse.engine.sample import is_dense
 from dpfuse.engine.tensor_hash import Hash, hash_of, joined, read, text_of
-from dpfuse.trace.gradient_samples import GradientSamples
+from dpfuse.trace.gradients_between_backwards import GradientsBetween
 from dpfuse.trace.own_gradients import OwnGradients
 from dpfuse.trace.step_phases import StepPhases
 from dpfuse.trace_file import HELD, HOOKED, LEFT, MICRO_BATCHES, MODULE_BUFFERS, RANKS
@@ -46,7 +46,7 @@ class TracedModel:
         self._buffer_names = [name for name, _ in inside(wrapper).named_buffers()]
         self._written: list[list[str]] | None = None  # the buckets in the file
         self._held: list[Hash] = []  # what `.grad` held when the backward that runs reached this model
-        self._samples = GradientSamples(self.params)
+        self._samples = GradientsBetween(self.params)
         self.own = OwnGradients(self.params, phases, self._reached, finite=finite)
 
     def facts(self, wrapper: nn.Module) -> dict[str, Any]:

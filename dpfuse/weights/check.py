@@ -40,10 +40,9 @@ from dpfuse.rules.w01_weights_differ import OF_BACKWARDS, Phrases
 from dpfuse.weights.backward_begins import BackwardBegins
 from dpfuse.weights.compared_tensors import ComparedTensors, Model
 from dpfuse.weights.delayed import Delayed, Echo
-from dpfuse.weights.differences import compare
-from dpfuse.weights.differing import Differing, Examined, Told
 from dpfuse.weights.false_alarms import FalseAlarms
 from dpfuse.weights.hashing import Hashing, Hold
+from dpfuse.weights.known_differences import Examined, KnownDifferences, Told
 from dpfuse.weights.schedule import LastEqual, SliceSchedule
 from dpfuse.weights.states import (
     AVERAGED,
@@ -70,6 +69,7 @@ from dpfuse.weights.states import (
 )
 from dpfuse.weights.steps import RunningSteps, Steps
 from dpfuse.weights.suspicion import Suspicion
+from dpfuse.weights.which_ranks_differ import compare
 from dpfuse_kernels.bit_hash import BITS
 
 __all__ = ["WeightsCheck"]
@@ -152,7 +152,7 @@ class WeightsCheck(Feature):
         self._hashes = _Hashes()
         self._noticed = 0  # the averaged backward in which hashes differed
         self._suspicion = Suspicion(lambda: self._happens(SUSPECTED))
-        self._differing = Differing(self._tensors, group, level, words)
+        self._differing = KnownDifferences(self._tensors, group, level, words)
         self._false_alarms = FalseAlarms()
         self._found: Told | None = None  # to be told once gradients are delivered
         self._act: dict[Action, Callable[[], None]] = {

@@ -15,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 import dpfuse
 from dpfuse.errors import DPFuseError, LoopWarning
 from dpfuse.findings import LOOP, findings
-from dpfuse.loop import same_batches
+from dpfuse.loop import input_comparison
 from dpfuse.loop.local_rest import LocalRest
-from dpfuse.loop.own_gradient import OwnGradient
+from dpfuse.loop.mean_equals_own import OwnAndMean
 from tests.loops.logs import logged
 from tests.loops.nets import batches, loss_of, mlp, train, with_sgd
 from tests.operations import Operations
@@ -225,7 +225,7 @@ def test_ranks_with_one_schedule_are_compared_ever_less_often(rank, size):
 @pytest.mark.parametrize("from_step", [0, 57, 60])
 def test_batches_that_become_the_same_on_all_ranks_are_named_within_24_steps(rank, size, from_step):
     findings.forget()
-    same_batches._all.clear()
+    input_comparison._all.clear()
     model = dpfuse.DataParallel(mlp())
     optimizer, said = torch.optim.SGD(model.parameters(), lr=0.01), []
     own, common = batches(rank, 100), batches(7, 100)
@@ -245,7 +245,7 @@ def test_batches_that_become_the_same_on_all_ranks_are_named_within_24_steps(ran
 def same_inputs(rank, steps, drop):
     """What is warned of, and noted, where all ranks have the same inputs and this dropout draws its own numbers."""
     findings.forget()
-    same_batches._all.clear()
+    input_comparison._all.clear()
     torch.manual_seed(rank if drop else 0)
     model = dpfuse.DataParallel(nn.Sequential(mlp(), nn.Dropout(drop)))
     torch.manual_seed(rank)
@@ -294,7 +294,7 @@ def test_what_was_noted_is_still_told():
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_mean_is_what_this_rank_has_up_to_rounding(own, mean, equal, dtype):
-    param, look = nn.Parameter(torch.tensor(own, dtype=dtype)), OwnGradient()
+    param, look = nn.Parameter(torch.tensor(own, dtype=dtype)), OwnAndMean()
     param.grad = torch.tensor(own, dtype=dtype)
     look.look_at(param)
     param.grad = torch.tensor(mean, dtype=dtype)

@@ -14,8 +14,8 @@ import dpfuse
 from dpfuse.errors import DPFuseWarning, LoopWarning
 from dpfuse.loop.compared_words import ComparedWords
 from dpfuse.loop.local_rest import LocalRest
-from dpfuse.loop.optimizer_rules import OptimizerRules
-from dpfuse.loop.own_gradient import OwnGradient
+from dpfuse.loop.mean_equals_own import OwnAndMean
+from dpfuse.loop.stepping_optimizer import SteppingOptimizer
 from dpfuse.loop.watched_gradient import WatchedGradient
 from tests.loops.logs import logged
 from tests.loops.nets import batches, loss_of, mlp
@@ -27,9 +27,9 @@ RULES = [
     (WatchedGradient, "local_ends"),
     (WatchedGradient, "mean_ends"),
     (LocalRest, "before_step"),
-    (OwnGradient, "look_at"),
-    (OwnGradient, "was_equal"),
-    (OptimizerRules, "count_local"),
+    (OwnAndMean, "look_at"),
+    (OwnAndMean, "was_equal"),
+    (SteppingOptimizer, "count_local"),
 ]
 
 

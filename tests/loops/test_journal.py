@@ -13,7 +13,7 @@ from torch.optim import SGD
 from dpfuse.comm.step_clock import BACKWARD, DELIVERED, FORWARD, LOADER, MOST, STEPPED
 from dpfuse.comm.waiting import Board
 from dpfuse.loop.journal import Journal
-from dpfuse.loop.record import Record
+from dpfuse.loop.training_record import TrainingRecord
 
 
 class Training:
@@ -22,7 +22,7 @@ class Training:
     def __init__(self, board=None):
         group = Mock()
         group.rank.return_value = 1
-        self.module, self.record = nn.Linear(2, 2), Record(dict, group, "warn")
+        self.module, self.record = nn.Linear(2, 2), TrainingRecord(dict, group, "warn")
         self.record.trains = True
         self.optimizer, param = SGD([nn.Parameter(torch.ones(2))], lr=0.1), Mock()
         self.watched = Mock(rest=0, has_stepped=False, param=param)

@@ -12,7 +12,7 @@ import pytest
 
 from dpfuse.errors import DPFuseError, DPFuseWarning
 from dpfuse.findings import findings
-from dpfuse.loop import never_stepped, same_batches
+from dpfuse.loop import input_comparison, unowned_parameters
 from tests.docs.pages import ROOT, blocks_of
 from tests.loops import right, wrong
 
@@ -58,9 +58,9 @@ def heard(program, rank, size):
 def run_wrong(rank, size, names):
     results = {}
     for name in names:
-        same_batches._all.clear()  # models of other tests may not be freed yet
+        input_comparison._all.clear()  # models of other tests may not be freed yet
         code, program = wrong.PROGRAMS[name]
-        with mock.patch.object(never_stepped, "LATER", 21):  # averages; else 1,000
+        with mock.patch.object(unowned_parameters, "LATER", 21):  # averages; else 1,000
             told, logged = heard(program, rank, size)
         results[name] = logged if code in LOGGED else [each for each in told if each[0].startswith("DPF-L")]
     return results

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from dpfuse.loop.own_gradient import OwnGradient
+from dpfuse.loop.mean_equals_own import OwnAndMean
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -15,7 +15,7 @@ def test_a_frozen_parameter_keeps_its_gradient_and_tells_nothing(frozen):
     layer = nn.Linear(8, 8)
     layer(torch.randn(3, 8)).square().sum().backward()
     layer.weight.requires_grad_(not frozen)
-    own = OwnGradient()
+    own = OwnAndMean()
     own.look_at(layer.weight)
     assert own.was_equal() is not frozen
     own.packed({"weight": layer.weight})

@@ -220,7 +220,7 @@ SHARDED = (
 WEIGHTS = (
     Mutation(
         "the smallest set of equal ranks is taken for the right one",
-        "dpfuse/weights/differences.py",
+        "dpfuse/weights/which_ranks_differ.py",
         "largest = max(sets.values(), key=len)",
         "largest = min(sets.values(), key=len)",
         ("tests/weights/test_drifts.py",),

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import dpfuse
-from dpfuse.trace.attachment import start_tracer, stop_tracer
 from dpfuse.trace.comparison import compare
+from dpfuse.trace.process_trace import start_tracer, stop_tracer
 from dpfuse.trace_file import read_folder
 
 COUNT, STEPS = 6, 4

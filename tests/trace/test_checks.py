@@ -9,7 +9,7 @@ import torch
 
 import dpfuse
 from dpfuse.findings import findings
-from dpfuse.trace.attachment import start_tracer, stop_tracer
+from dpfuse.trace.process_trace import start_tracer, stop_tracer
 from tests.loops.nets import batches, loss_of, mlp
 
 

@@ -13,9 +13,9 @@ from torch.distributed.tensor import Replicate, distribute_tensor, init_device_m
 
 import dpfuse
 from dpfuse.engine.tensor_hash import hash_of
-from dpfuse.trace.attachment import start_tracer, stop_tracer
 from dpfuse.trace.comparison import compare
-from dpfuse.trace.sketch import signed_sum
+from dpfuse.trace.process_trace import start_tracer, stop_tracer
+from dpfuse.trace.signed_sum import signed_sum
 from dpfuse.trace_file import read_folder
 
 STEPS = 3

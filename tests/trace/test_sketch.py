@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dpfuse.trace.distance import distance
-from dpfuse.trace.sketch import CHUNK, signed_sum
+from dpfuse.trace.signed_sum import CHUNK, signed_sum
 
 
 @pytest.mark.parametrize("shape", [(50, 4), (CHUNK // 4 + 3, 5), (7,)])

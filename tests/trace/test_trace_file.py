@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 import dpfuse
-from dpfuse.trace.attachment import start_tracer, stop_tracer
 from dpfuse.trace.comparison import compare
+from dpfuse.trace.process_trace import start_tracer, stop_tracer
 from dpfuse.trace_file import ABSENT, behind_hooks, hashes_in, read_folder
 from tests.distributed.processes import clean_environment, run
 from tests.patience import patience

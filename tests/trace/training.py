@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import dpfuse
-from dpfuse.trace.attachment import start_tracer, stop_tracer
+from dpfuse.trace.process_trace import start_tracer, stop_tracer
 from tests.torch_ddp import torch_ddp
 
 STEPS, MICRO = 5, 2

@@ -20,13 +20,13 @@ from dpfuse.engine.report_layout import ReportLayout
 from dpfuse.rules.w01_weights_differ import OF_BACKWARDS, Drift, Measured
 from dpfuse.weights.check import WeightsCheck
 from dpfuse.weights.delayed import Delayed, Echo
-from dpfuse.weights.differences import Differences, Distances
-from dpfuse.weights.differing import Differing
 from dpfuse.weights.false_alarms import IN_A_ROW, FalseAlarms
+from dpfuse.weights.known_differences import KnownDifferences
 from dpfuse.weights.schedule import LastEqual, SliceSchedule
 from dpfuse.weights.states import IMPOSSIBLE, TRANSITIONS, Action, Event, State
 from dpfuse.weights.steps import Owners, RunningSteps
 from dpfuse.weights.suspicion import Suspicion
+from dpfuse.weights.which_ranks_differ import Differences, Distances
 from tests.weights.times import EMPTY, SLICES, Times
 
 WALKS = 200  # of 60 events, each on a CPU, on a GPU and by hand
@@ -125,7 +125,7 @@ class Trial:
         self.found, self.ever = False, False
         patch.setattr("dpfuse.comm.collective.group_device", lambda group: torch.device("cpu"))
         patch.setattr("dpfuse.weights.check.compare", self.compare)
-        patch.setattr("dpfuse.weights.differing.measure", self.measure)
+        patch.setattr("dpfuse.weights.known_differences.measure", self.measure)
         patch.setattr("dpfuse.weights.check.say", lambda code, text, level: self.log.append((code, *self.facts)))
 
     def compare(self, hashing, earlier, turn, group, device, *, takes_part):
@@ -362,7 +362,7 @@ def drift(name, *, frozen):
 
 
 def test_what_ranks_may_mean_is_known_and_not_wrong_and_only_a_warning():
-    differing = Differing(None, SimpleNamespace(rank=lambda: 0), "raise", OF_BACKWARDS)
+    differing = KnownDifferences(None, SimpleNamespace(rank=lambda: 0), "raise", OF_BACKWARDS)
     code, _, level = differing.add(drift("frozen", frozen=True), "Seen.", (0,))
     assert (code, level) == ("DPF-W01", "warn")
     code, _, level = differing.add(drift("trained", frozen=False), "Seen.", (0,))

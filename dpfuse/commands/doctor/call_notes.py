@@ -13,9 +13,9 @@ from torch.nn.utils import clip_grad
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import Optimizer
 
+from dpfuse.commands.doctor.gradient_state import write_count
 from dpfuse.commands.doctor.means_by_hand import MeansByHand
 from dpfuse.commands.doctor.replaced_function import replace
-from dpfuse.commands.doctor.write_count import write_count
 from dpfuse.engine.optimizer_step_hook import call_after_steps, call_before_steps
 from dpfuse.grad_scaler import GradScaler
 from dpfuse.trace.traced_optimizers import params_of

@@ -20,11 +20,11 @@ from typing import Any, NoReturn
 from dpfuse.commands.doctor.changed_files import MOST, Snapshot, folders_of, snapshot
 from dpfuse.commands.doctor.failed_runs import outcome, reasons
 from dpfuse.commands.doctor.findings import findings_of, remarks_of
-from dpfuse.commands.doctor.numbers import EXACT_RANKS, judge
 from dpfuse.commands.doctor.output_folder import REPORT, make_folder
 from dpfuse.commands.doctor.page import page
 from dpfuse.commands.doctor.result import DoctorResult
 from dpfuse.commands.doctor.runs import TITLES, Run, RunSetup, run_once
+from dpfuse.commands.doctor.same_numbers import EXACT_RANKS, judge
 from dpfuse.commands.doctor.speed import ADVISED, COMPARED, measure, to_try
 from dpfuse.commands.doctor.summary import summary
 from dpfuse.commands.run_command import Program

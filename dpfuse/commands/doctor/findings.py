@@ -45,7 +45,7 @@ from dpfuse.rules.codes import (
     WEIGHTS,
     ZEROED_IN_WINDOW,
 )
-from dpfuse.rules.seen import SHOWN, Seen, Traces
+from dpfuse.rules.seen import Seen, Traces
 
 __all__ = ["Finding", "findings_of", "remarks_of"]
 
@@ -174,19 +174,8 @@ def _with_the_step(said: Finding, exact: Finding | None) -> Finding:
 
 def _with_the_rates(said: Finding, run: Run) -> Finding:
     """Return what dpfuse has said of learning rates that differ, with that of each rank."""
-    for step in range(run.steps if said.code == OTHER_RATES else 0):
-        lines = {rank: trace.steps[step] for rank, trace in run.traces.items()}
-        rates = {rank: ", ".join(str(group.get("lr")) for group in line["settings"]) for rank, line in lines.items()}
-        if len(set(rates.values())) > 1:
-            name = run.traces[0].optimizers[lines[0]["optimizer"]]["class"]
-            each = ", ".join(f"rank {rank} has {rate}" for rank, rate in [*rates.items()][: 2 * SHOWN])
-            more = ", …" if len(rates) > 2 * SHOWN else ""
-            text = (
-                f"the learning rates of {name} differ between ranks, first in step {step}: {each}{more}. Expected "
-                f"equal ones; the weights of the ranks drift apart. {l07_other_rates.REMEDY}"
-            )
-            return replace(said, title="other learning rates", text=text)
-    return said
+    seen = l07_other_rates.find(run.traces) if said.code == OTHER_RATES else None
+    return said if seen is None else replace(said, title=seen.title, text=seen.text)
 
 
 def _once(found: Sequence[tuple[Run, Finding]]) -> tuple[Finding, ...]:

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dpfuse.commands.doctor.gradient_state import write_count
 from dpfuse.commands.doctor.replaced_function import replace
-from dpfuse.commands.doctor.write_count import write_count
 from dpfuse.engine.sample import is_dense
 from dpfuse.engine.streams import capturing
 from dpfuse.engine.user_line import user_line

@@ -18,7 +18,6 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from dpfuse.commands.doctor.call_notes import CallNotes
-from dpfuse.commands.doctor.made_wrappers import MadeWrappers
 from dpfuse.commands.doctor.measurements import Measurements
 from dpfuse.commands.doctor.messages import Messages
 from dpfuse.commands.doctor.process_end import ProcessEnd
@@ -27,8 +26,9 @@ from dpfuse.commands.doctor.run_request import REQUEST, RunRequest
 from dpfuse.commands.doctor.sampler_passes import SamplerPasses
 from dpfuse.commands.doctor.scaler_steps import ScalerSteps
 from dpfuse.commands.doctor.untraced_steps import UntracedSteps
+from dpfuse.commands.doctor.wrapper_constructors import WrapperConstructors
 from dpfuse.engine.optimizer_step_hook import call_after_steps
-from dpfuse.trace.attachment import start_tracer
+from dpfuse.trace.process_trace import start_tracer
 from dpfuse.trace.tracer import Tracer
 
 __all__ = ["start"]
@@ -65,7 +65,7 @@ class _Observer:
         self._passes = SamplerPasses(lambda: self._tracer)
         self._scaled = ScalerSteps(self._untraced)
         self._calls = CallNotes(lambda: self._tracer)
-        self._wrappers = MadeWrappers(request.wrapper, self._made)
+        self._wrappers = WrapperConstructors(request.wrapper, self._made)
         call_after_steps(self)
         self._end.follow_the_ranks()
         atexit.register(self._write_facts)

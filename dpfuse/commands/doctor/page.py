@@ -7,9 +7,9 @@ from html import escape
 
 from dpfuse.commands.doctor.charts import bars, lines
 from dpfuse.commands.doctor.findings import Finding
-from dpfuse.commands.doctor.numbers import curve_of
 from dpfuse.commands.doctor.result import DoctorResult
 from dpfuse.commands.doctor.runs import TITLES
+from dpfuse.commands.doctor.same_numbers import curve_of
 from dpfuse.commands.doctor.speed import WORDS
 from dpfuse.commands.doctor.summary import ANSWERS
 

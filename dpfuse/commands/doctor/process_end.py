@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from dpfuse.commands.doctor.patience import Patience
+from dpfuse.commands.doctor.rank_of_process import RankOfProcess
 from dpfuse.commands.doctor.run_request import DONE, OVER, RunRequest, all_done
-from dpfuse.commands.doctor.this_rank import ThisRank
+from dpfuse.commands.doctor.waiting_time import WaitingTime
 
 __all__ = ["ProcessEnd"]
 
@@ -32,8 +32,8 @@ class ProcessEnd:
     """
 
     def __init__(self, request: RunRequest, write: Callable[[], None]) -> None:
-        self.rank = ThisRank()
-        self.patience = Patience()
+        self.rank = RankOfProcess()
+        self.patience = WaitingTime()
         self._request = request
         self._folder = Path(request.folder)
         self._write = write

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from dpfuse.commands.doctor.findings import Finding
-from dpfuse.commands.doctor.numbers import Numbers, losses_of
 from dpfuse.commands.doctor.runs import Run
+from dpfuse.commands.doctor.same_numbers import Numbers, losses_of
 from dpfuse.commands.doctor.skipped_steps import SkippedSteps, skipped_of
 from dpfuse.commands.doctor.speed import Speed
 from dpfuse.rules.not_finite import TITLE

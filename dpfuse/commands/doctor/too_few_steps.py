@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dpfuse.commands.doctor.runs import Run
 from dpfuse.loop.compared_words import FIRST
 from dpfuse.rules import (
+    calls_around_steps,
     l02_nothing_averaged,
     l04_never_stepped,
     l05_same_batches,
@@ -16,7 +17,6 @@ from dpfuse.rules import (
     l11_same_order,
     l13_zeroed_in_window,
     l14_clipped_while_scaled,
-    turns,
     windows,
 )
 from dpfuse.rules.codes import (
@@ -51,10 +51,10 @@ LATE = {NEVER_STEPPED: l04_never_stepped.BEGIN + l04_never_stepped.LATER + 1}
 STEPS = {
     NOTHING_AVERAGED: l02_nothing_averaged.STEPS + 1,
     CUT_WINDOW: windows.USUAL + 2,
-    NEVER_ZEROED: turns.HABIT + 1,
+    NEVER_ZEROED: calls_around_steps.HABIT + 1,
     ZEROED_IN_WINDOW: l13_zeroed_in_window.ZEROED + 1,
     CLIPPED_SCALED: l14_clipped_while_scaled.CLIPPED + 1,
-    SCHEDULE_PER_BATCH: turns.HABIT + 1,
+    SCHEDULE_PER_BATCH: calls_around_steps.HABIT + 1,
 }
 
 

@@ -14,7 +14,7 @@ from torch import nn
 import dpfuse
 from dpfuse.rules import l06_changed_in_window
 from dpfuse.rules.l03_cut_window import find_lost_batches, find_unaveraged_step
-from dpfuse.trace.attachment import process_tracer, start_tracer, stop_tracer
+from dpfuse.trace.process_trace import process_tracer, start_tracer, stop_tracer
 from dpfuse.trace_file import read_folder
 from tests.commands.doctor.made import NAMES, traces_of, window
 from tests.loops.nets import batches, loss_of, mlp

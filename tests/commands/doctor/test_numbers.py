@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dpfuse.commands.doctor.numbers import _apart, judge, losses_of
 from dpfuse.commands.doctor.runs import Run
+from dpfuse.commands.doctor.same_numbers import _apart, judge, losses_of
 from dpfuse.trace_file import RankTrace
 from tests.commands.doctor.made import run_of, timed
 from tests.trace.training import PLANTS, train

@@ -13,9 +13,9 @@ from types import SimpleNamespace
 import pytest
 
 from dpfuse.commands.doctor.messages import Messages
-from dpfuse.commands.doctor.patience import Patience
 from dpfuse.commands.doctor.run_request import RunRequest
 from dpfuse.commands.doctor.runs import OBSERVER, RunSetup, run_once
+from dpfuse.commands.doctor.waiting_time import WaitingTime
 from dpfuse.commands.run_command import Program
 from dpfuse.rules import not_finite
 from dpfuse.startup import startup_variables
@@ -280,7 +280,7 @@ def test_warnings_keep_their_places_and_those_of_dpfuse_are_noted(monkeypatch, r
 def test_the_time_before_the_first_step_gives_no_patience(monkeypatch):
     times = iter([0.0, 100.0, 101.0, 103.0, 127.9, 128.0])
     monkeypatch.setattr(time, "monotonic", lambda: next(times))
-    patience = Patience()
+    patience = WaitingTime()
     for _ in range(3):
         patience.step()
     assert patience.seconds == 5 + 10 * 2

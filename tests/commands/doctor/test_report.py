@@ -15,10 +15,10 @@ import torch
 from dpfuse.commands.doctor.charts import bars, lines
 from dpfuse.commands.doctor.doctor_command import _failure, _signals_as_exceptions
 from dpfuse.commands.doctor.findings import Finding, findings_of, remarks_of
-from dpfuse.commands.doctor.numbers import Numbers, judge
 from dpfuse.commands.doctor.page import page
 from dpfuse.commands.doctor.result import DoctorResult
 from dpfuse.commands.doctor.runs import Run, _last_line, _progress, _steps
+from dpfuse.commands.doctor.same_numbers import Numbers, judge
 from dpfuse.commands.doctor.speed import Link, measure
 from dpfuse.commands.doctor.summary import LINES, WIDTH, summary
 from dpfuse.commands.machine import machine_facts, software_versions
@@ -106,7 +106,7 @@ def test_the_summary_answers_each_question():
 
 
 def test_of_several_optimizers_the_steps_are_told_together(monkeypatch):
-    monkeypatch.setattr("dpfuse.commands.doctor.numbers.compare", lambda *_: None)
+    monkeypatch.setattr("dpfuse.commands.doctor.same_numbers.compare", lambda *_: None)
     runs = [timed(number, wrapper, forward=0.1) for number, wrapper in enumerate(["torch", "dpfuse"] * 2, start=1)]
     assert [run.of_optimizers for run in runs] == [""] * 4
     for trace in [trace for run in runs for trace in run.traces.values()]:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import dpfuse
-from dpfuse.loop import never_averaged
+from dpfuse.loop import weights_at_exit
 
 
 def mean(tensor: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ def train(kind: str, steps: int) -> None:
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     if sys.argv[3:]:
-        never_averaged.STEPS = int(sys.argv[3])
+        weights_at_exit.STEPS = int(sys.argv[3])
     train(sys.argv[1], int(sys.argv[2]))
     print("the training has ended", file=sys.stderr, flush=True)
     dist.destroy_process_group()

@@ -10,22 +10,22 @@ from zlib import crc32
 from torch.optim import Optimizer
 
 from dpfuse.loop.compared_words import Sums, Word, bits_of
-from dpfuse.loop.record import Record
+from dpfuse.loop.training_record import TrainingRecord
 from dpfuse.rules.l07_other_rates import mean_of, note
 
-__all__ = ["SameRates"]
+__all__ = ["LearningRates"]
 
 BITS = 8
 
 
-class SameRates:
+class LearningRates:
     """Notes the learning rates of optimizers that step, where they are numbers of the host, and compares them.
 
     Args:
         record: of the model whose gradients are averaged.
     """
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: TrainingRecord) -> None:
         self._record = record
         # By optimizer, the number of its groups, a hash, and the places of the groups of the model.
         self._owned: WeakKeyDictionary[Optimizer, tuple[int, int, list[int]]] = WeakKeyDictionary()

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from dpfuse.engine.sample import Sample, are_comparable, sample_of, values_of
 from dpfuse.engine.streams import HostCopy
-from dpfuse.loop.optimizer_rules import best_of
+from dpfuse.loop.stepping_optimizer import best_of
 from dpfuse.loop.watched_gradient import has_plain_class
 
-__all__ = ["OwnGradient"]
+__all__ = ["OwnAndMean"]
 
 APART = 0.01  # of the length of a gradient; what travels in 16 bits is rounded less
 ELEMENTS = 4096  # that are copied of the gradient that is compared
@@ -24,7 +24,7 @@ FLOAT = Struct("f")
 ROUNDED, ROUNDED_16 = 1e-5, 0.01
 
 
-class OwnGradient:
+class OwnAndMean:
     """Copies some elements of a gradient before and after the average: on a GPU for a later look.
 
     Attributes:

@@ -17,21 +17,21 @@ from dpfuse.engine.sample import Sample, sample_of, values_of
 from dpfuse.engine.tensor_hash import hash_of
 from dpfuse.engine.torch_private import default_store
 from dpfuse.findings import findings
-from dpfuse.loop.record import Record
+from dpfuse.loop.training_record import TrainingRecord
 from dpfuse.loop.watched_gradient import WatchedGradient
 from dpfuse.rules.codes import NOTHING_AVERAGED
 
-__all__ = ["NeverAveraged"]
+__all__ = ["WeightsAtExit"]
 
 STEPS = 1_000  # after which the ranks compare, unless the process ends before
 AGAIN = 64  # steps between two looks whether the others have got there
 PATIENCE = 2  # seconds for the others, at the end of the process
 
 _numbers: Counter[str] = Counter()  # of models that have the same ranks and parameter
-_to_compare: set[NeverAveraged] = set()  # at the end of the process
+_to_compare: set[WeightsAtExit] = set()  # at the end of the process
 
 
-class NeverAveraged:
+class WeightsAtExit:
     """Remembers a few elements of one parameter before each step, as long as no gradient of its model was averaged.
 
     Such steps may be right. Local SGD averages weights, after hundreds of steps. Some optimizers communicate inside
@@ -45,7 +45,7 @@ class NeverAveraged:
         optimizer: the name of its class.
     """
 
-    def __init__(self, watched: WatchedGradient, record: Record, optimizer: str) -> None:
+    def __init__(self, watched: WatchedGradient, record: TrainingRecord, optimizer: str) -> None:
         self._param = ref(watched.param)
         self._level, self._rank, self._optimizer = record.level, record.rank, optimizer
         self._store = default_store()  # a program may destroy the group before it ends

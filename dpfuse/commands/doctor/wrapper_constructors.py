@@ -16,14 +16,14 @@ from dpfuse.ddp.patch import TORCH_INTERNAL, Patch
 from dpfuse.engine.plan import MB
 from dpfuse.model.options import CommonOptions
 
-__all__ = ["MadeWrappers"]
+__all__ = ["WrapperConstructors"]
 
 TORCH_CLASS: Any = nn.parallel.DistributedDataParallel  # whose constructor is replaced
 # The runs of dpfuse's classes, and arguments that these get then, unless the program passes them.
 OURS: dict[str, CommonOptions] = {"dpfuse": {}, "narrow": {"wire_dtype": torch.bfloat16}, "tuned": {}}
 
 
-class MadeWrappers:
+class WrapperConstructors:
     """Hears the constructors of torch's class and of dpfuse's from now on.
 
     Args:

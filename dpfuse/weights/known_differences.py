@@ -14,11 +14,11 @@ from dpfuse.findings import Level
 from dpfuse.rules.codes import REST, WEIGHTS
 from dpfuse.rules.w01_weights_differ import Drift, Phrases
 from dpfuse.weights.compared_tensors import ComparedTensors
-from dpfuse.weights.differences import Differences, measure
 from dpfuse.weights.hashing import Hashing
 from dpfuse.weights.schedule import LastEqual
+from dpfuse.weights.which_ranks_differ import Differences, measure
 
-__all__ = ["Differing", "Examined", "Learned", "Told"]
+__all__ = ["Examined", "KnownDifferences", "Learned", "Told"]
 
 Told = tuple[str, str, Level]  # a code, a text, and what becomes of it
 
@@ -56,7 +56,7 @@ class Learned(NamedTuple):
     is_false_alarm: bool
 
 
-class Differing:
+class KnownDifferences:
     """The known differences of a model.
 
     Args:

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from dpfuse.findings import Level
 
-__all__ = ["Record"]
+__all__ = ["TrainingRecord"]
 
 
-class Record:
+class TrainingRecord:
     """What has happened so far in the training of a model whose gradients are averaged.
 
     Args:

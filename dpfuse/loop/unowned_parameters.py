@@ -13,17 +13,17 @@ from torch.optim import Optimizer
 from dpfuse.engine.sample import Sample, are_comparable, sample_of, values_of
 from dpfuse.engine.streams import HostCopy
 from dpfuse.findings import findings
-from dpfuse.loop.record import Record
+from dpfuse.loop.training_record import TrainingRecord
 from dpfuse.loop.watched_gradient import has_plain_class
 from dpfuse.rules.codes import NEVER_STEPPED
 from dpfuse.rules.l04_never_stepped import AVERAGES, BEGIN, LATER, is_left_out, text_of
 
-__all__ = ["NeverStepped"]
+__all__ = ["UnownedParameters"]
 
 COMPARED = 16  # parameters
 
 
-class NeverStepped:
+class UnownedParameters:
     """Notes which parameters optimizers step on, and looks at the rest once: in the first steps of a model.
 
     Another one looks again when a layer was added, or trains again that was frozen, if no optimizer had it by then.
@@ -38,7 +38,7 @@ class NeverStepped:
         decided: whether there is nothing more to see.
     """
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: TrainingRecord) -> None:
         self.decided = False
         self._record = record
         self._params: Mapping[str, Tensor] = {}  # known in the first step, as is what follows

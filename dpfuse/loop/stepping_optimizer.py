@@ -14,19 +14,19 @@ from torch.optim import Optimizer
 from dpfuse.engine.autograd import hooks_on
 from dpfuse.findings import findings
 from dpfuse.loop.local_rest import LocalRest
-from dpfuse.loop.never_averaged import NeverAveraged
-from dpfuse.loop.record import Record
+from dpfuse.loop.training_record import TrainingRecord
 from dpfuse.loop.watched_gradient import WatchedGradient, has_plain_class
+from dpfuse.loop.weights_at_exit import WeightsAtExit
 from dpfuse.rules.codes import NOTHING_AVERAGED
 from dpfuse.rules.l02_nothing_averaged import STEPS, note, text_of
 
-__all__ = ["RATE", "OptimizerRules", "best_of"]
+__all__ = ["RATE", "SteppingOptimizer", "best_of"]
 
 RATE = methodcaller("get", "lr")  # of a group
 SMALL = 8  # elements, of which fewer can hardly tell how they have changed
 
 
-class OptimizerRules:
+class SteppingOptimizer:
     """Chooses the gradient of one optimizer, and has the rules look at it.
 
     The journal reads and writes the attributes where a step has nothing that a rule looks at.
@@ -43,13 +43,15 @@ class OptimizerRules:
         local_steps: how many steps in a row have used local gradients.
     """
 
-    def __init__(self, record: Record, suspect: Callable[[str], bool], rates_changed: Callable[[int], None]) -> None:
+    def __init__(
+        self, record: TrainingRecord, suspect: Callable[[str], bool], rates_changed: Callable[[int], None]
+    ) -> None:
         self.watched: WatchedGradient | None = None
         self._record = record
         self._suspect = suspect
         self._rates_changed = rates_changed
         self._rest: LocalRest | None = None
-        self._never: NeverAveraged | None = None  # while no gradient of the model was averaged
+        self._never: WeightsAtExit | None = None  # while no gradient of the model was averaged
         self.averages = self.locals = self.local_steps = 0
         self.rates: list[Any] = []
         self._missed = 0  # steps without a gradient to look at
@@ -93,7 +95,7 @@ class OptimizerRules:
         if count <= before:
             return
         if count == 1 and not record.averages and record.group.size() > 1 and dist.is_initialized():
-            self._never = NeverAveraged(watched, record, optimizer)
+            self._never = WeightsAtExit(watched, record, optimizer)
         if self._never is not None and not self._never.before_step(count):
             self._never = None
         if count == STEPS:

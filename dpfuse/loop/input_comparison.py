@@ -6,14 +6,14 @@ from weakref import WeakSet
 
 from dpfuse.findings import findings
 from dpfuse.loop.compared_words import Sums
-from dpfuse.loop.record import Record
+from dpfuse.loop.training_record import TrainingRecord
 from dpfuse.rules.codes import SAME_BATCHES
 from dpfuse.rules.l05_same_batches import STEPS, Batch, Batches, note, text_of
 
-__all__ = ["SameBatches"]
+__all__ = ["InputComparison"]
 
 
-class SameBatches:
+class InputComparison:
     """Compares the hashes of the inputs, until the ranks have shown different ones.
 
     A generator of images may get the same noise on every rank, while the real images differ. So nothing is said where
@@ -26,7 +26,7 @@ class SameBatches:
         decided: whether nothing is to be compared any more.
     """
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: TrainingRecord) -> None:
         self.decided = False
         self._record = record
         self._seen = Batches()
@@ -64,4 +64,4 @@ class SameBatches:
         return self._seen.row >= STEPS and not self._seen.differ
 
 
-_all: WeakSet[SameBatches] = WeakSet()  # of this process
+_all: WeakSet[InputComparison] = WeakSet()  # of this process

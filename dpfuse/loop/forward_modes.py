@@ -10,10 +10,10 @@ from torch import nn
 from dpfuse.loop.compared_words import Sums, Word
 from dpfuse.rules.l08_other_modes import MODES, note
 
-__all__ = ["SameModes"]
+__all__ = ["ForwardModes"]
 
 
-class SameModes:
+class ForwardModes:
     """Notes in which mode the forwards run, and compares that of the last one before a backward.
 
     Args:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 
-__all__ = ["Patience"]
+__all__ = ["WaitingTime"]
 
 STUCK, GAPS = 5.0, 10  # these seconds, and this often the longest time between two steps
 
 
-class Patience:
+class WaitingTime:
     """Grows with the longest time between two steps."""
 
     def __init__(self) -> None:

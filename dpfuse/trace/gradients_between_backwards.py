@@ -11,10 +11,10 @@ from dpfuse.engine.sample import Sample, is_dense, sample_of
 from dpfuse.trace.rescaling import Pair, rescaled
 from dpfuse.trace_file import RESCALED
 
-__all__ = ["GradientSamples"]
+__all__ = ["GradientsBetween"]
 
 
-class GradientSamples:
+class GradientsBetween:
     """Samples of what a backward leaves in `.grad`, and of what the next one finds there, until an optimizer steps.
 
     Args:

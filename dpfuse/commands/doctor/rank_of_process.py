@@ -6,10 +6,10 @@ import os
 
 import torch.distributed as dist
 
-__all__ = ["ThisRank"]
+__all__ = ["RankOfProcess"]
 
 
-class ThisRank:
+class RankOfProcess:
     """What is known of this process: nothing but its number, until it trains.
 
     Attributes:
