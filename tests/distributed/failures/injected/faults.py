@@ -40,14 +40,14 @@ LEFT_OUT = tuple(f"{ROOT}/comm/{name}.py" for name in ("collective", "waiting"))
 COLLECTIVE = f"{ROOT}/comm/collective.py"
 STARTING = {*collective.__all__}.difference({"group_device", "resolve_group"})
 WIRING = (f"{ROOT}/engine/reducer.py", f"{ROOT}/engine/sync.py")
-# Lines that cannot fail: they look at names, bind one, loop over a list, empty one, or only call a function of ours,
-# whose own lines are points.
+# Lines that cannot fail: they look at names, bind one, take the next number of a count, loop over a list, empty one, or
+# only call a function of ours, whose own lines are points.
 HARMLESS = re.compile(
     r"""try:|else:|def\ .*|\"\"\".*|for\ \w+\ in\ [\w.]+:|return\ self\.reducer\.\w+|[\w.]+\.clear\(\)
     |return(\ \w+)?
     |feature\.delivered\(\)|delivered\(\)|prepared\.weights\.\w+\([\w.]*\)|self\._check\.\w+\(\)
     |return\ self\.\w+|if\ [\w.\ ]+:|\w+\ =\ \w+\(\)\ if\ [\w.\ ]+\ else\ \w+
-    |[\w.]+(:\ [^=]+)?\ =\ (\[\]|\w+)
+    |[\w.]+(:\ [^=]+)?\ =\ (\[\]|\w+|next\(_numbers\))
     |([\w.]+(\[:\])?\ =\ |return\ )?
      (self\._|self\.listener\.|self\._watch\.|votes\.|collective\.|torch\._C\.|agree_on_|report_)\w+\([\w.,=\ *"]*\)
     |self\._end\(lambda:\ .*\)""",
