@@ -41,6 +41,7 @@ from dpfuse.errors import DPFuseError
 
 __all__ = [
     "ABSENT",
+    "AVERAGED",
     "BEFORE_STEP",
     "CALLS",
     "FORMAT",
@@ -70,6 +71,7 @@ HELD, LEFT, RESCALED, MODULE_BUFFERS = "held", "left", "rescaled", "module buffe
 HOOKED = "hooked"  # another one
 MICRO_BATCHES = "micro_batches"  # a field of a model: how many a step has, on any number of ranks
 RANKS = "ranks"  # another one: over how many gradients are averaged
+AVERAGED = ("averaged", "all_averaged")  # two more: by model each parameter's hash, or one hash for all
 BEFORE_STEP, CALLS = "before step", "calls"  # fields of a step
 NOT_FINITE, STEPPED, WEIGHTS, SKIPPED = "not finite", "stepped", "parameters", "skipped"  # a field, and its own
 ABSENT = "-" * 8  # in the place of a hash: there is no tensor

@@ -121,7 +121,7 @@ class GradBucket:
         self._prepare = overridden(Delivery, "prepare", delivery)
         self._before = overridden(PackStep, "before", *steps)
         self._after = overridden(PackStep, "after", *steps)
-        self._writers: Sequence[Callable[..., None]] = () if parts.report is None else parts.report.writers
+        self._report_writers: Sequence[Callable[..., None]] = () if parts.report is None else parts.report.writers
         self._feed_sent = overridden(Feed, "sent", parts.feed)
         self._delivery_sent = overridden(Delivery, "sent", delivery)
         self._delivery_landed = overridden(Delivery, "landed", delivery)
@@ -338,7 +338,7 @@ class GradBucket:
             if parts.feed.pack_again(grads, report):
                 for after in self._after:
                     after(PackArguments(buffer.table, self.missing, buffer.averaging.pre_scale))
-                for write in self._writers:
+                for write in self._report_writers:
                     write(self.plan, buffer, parts.report)
                 parts.delivery.hand_out_early(_NOTHING)
                 self.rides = self.carries and parts.delivery.is_done and not self._around.events.bucket_landed
@@ -359,7 +359,7 @@ class GradBucket:
         parts.feed.pack(grads, arguments)
         for after in self._after:
             after(arguments)
-        for write in self._writers:
+        for write in self._report_writers:
             write(self.plan, buffer, parts.report)
         if buffer.params:
             parts.delivery.hand_out_early(self._frozen.union(self.missing) if self.missing else self._frozen)

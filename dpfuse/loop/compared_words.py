@@ -15,7 +15,7 @@ from dpfuse.engine.report import Report
 from dpfuse.engine.report_layout import ReportPlace
 from dpfuse.engine.streams import HostCopy, capturing
 
-__all__ = ["LAST", "WIDTHS", "ComparedWords", "Sums", "Word", "bits_of", "is_due", "next_change"]
+__all__ = ["FIRST", "LAST", "WIDTHS", "ComparedWords", "Sums", "Word", "bits_of", "is_due", "next_change"]
 
 Word = Sequence[float] | Tensor
 WIDTHS = {

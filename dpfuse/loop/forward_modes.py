@@ -36,7 +36,7 @@ class ForwardModes:
 
     def words(self) -> Mapping[str, Word]:
         """Return what is compared."""
-        return dict(zip(MODES, zip(self._mode), strict=True))
+        return {name: [bit] for name, bit in zip(MODES, self._mode, strict=True)}
 
     def heard(self, sums: Sums) -> str | None:
         """Return what is said of what the ranks have sent."""

@@ -100,7 +100,10 @@ class Journal(Watcher):
             loop.fail(error)
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """As `Watcher.before_step`. Most steps have nothing that a rule looks at, which is seen here without a call."""
+        """As `Watcher.before_step`. Most steps have nothing that a rule looks at, which is seen here without a call.
+
+        That touches no tensor, so it is right also while a CUDA graph captures.
+        """
         record, loop = self._record, self._loop
         if loop is None:
             return

@@ -30,7 +30,6 @@ class LearningRates:
         # By optimizer, the number of its groups, a hash, and the places of the groups of the model.
         self._owned: WeakKeyDictionary[Optimizer, tuple[int, int, list[int]]] = WeakKeyDictionary()
         self._rates: dict[tuple[str, int], list[float]] = {}  # by name of an optimizer, and that hash
-        self._own: list[tuple[str, list[float]]] = []  # these, in order, without the hashes
         self._known = True
         self._backwards = 0  # running, that the rule remembers
 
@@ -42,7 +41,6 @@ class LearningRates:
         rates: list[Any] = [optimizer.param_groups[place].get("lr") for place in places]
         if {*map(type, rates)} <= {int, float}:
             self._rates[type(optimizer).__name__, owned] = rates
-            self._own = [(name, rates) for (name, _), rates in sorted(self._rates.items())]
         else:
             self._known = False
 
@@ -60,13 +58,19 @@ class LearningRates:
             self._owned[optimizer] = len(groups), owned, places
         return owned, places
 
+    @property
+    def _own(self) -> list[tuple[str, list[float]]]:
+        """The rates of this rank, in an order that all ranks have."""
+        return [(name, rates) for (name, _), rates in sorted(self._rates.items())]
+
     def words(self) -> Mapping[str, Word]:
         """Return what is compared."""
+        own = self._own
         return {
-            "rated": [float(self._known and bool(self._own))],
+            "rated": [float(self._known and bool(own))],
             "owned": bits_of(crc32(repr(sorted(self._rates)).encode()), BITS),
-            "rates": bits_of(crc32(repr(self._own).encode()), BITS),
-            "rate": [mean_of(self._own)],
+            "rates": bits_of(crc32(repr(own).encode()), BITS),
+            "rate": [mean_of(own)],
         }
 
     def heard(self, sums: Sums) -> str | None:

@@ -28,7 +28,7 @@ class LocalRest:
         self._looks = Looks()
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Look at a gradient that has such a rest; `optimizer` is about to step."""
+        """Look at a gradient that has got more since its average; `optimizer` is about to step."""
         watched = self._watched
         kept = wants_look(self._looks) and watched.was_kept
         seen = type(optimizer).__name__, watched.name, watched.rest, watched.rest_line

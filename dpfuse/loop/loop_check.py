@@ -1,4 +1,4 @@
-"""Watches the gradients of one model from backward to step, and has the rules look before each step."""
+"""Watches the gradients of one model from backward to step, and asks rules before a step that they look at."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class LoopCheck(Feature):
         self.record = record
         self.failed = False
         self.chooses, self.settled = True, False
-        self.next_change = self._words_change = next_change(0)
+        self.next_change = next_change(0)
         self._modes = _Suspicion("modes that a rank has switched", self._compare_soon)
         self._rates = _Suspicion("learning rates that a rank has changed", self._compare_soon)
         self._batches = _Suspicion("batches that a rank takes for equal", self._compare_batches)
@@ -135,7 +135,7 @@ class LoopCheck(Feature):
             if record.runs or not sync:
                 self._all_averaged = False
                 for watched in () if self.marked else self.watched:
-                    watched.catch_up(record.averages)
+                    watched.catch_up(record.averages, announced=announced)
                 self.marked = self.watched
             if record.runs:  # the one before has died, after it had added to some gradients
                 for watched in self.watched:
@@ -161,24 +161,20 @@ class LoopCheck(Feature):
             if comparison.own.look is not None and comparison.own.was_equal():
                 self._batches.ask(averages)
             record.looks = comparison.waits
-        if averages == self._words_change:
-            asked = averages < self._until
-            record.due = asked or is_due(averages)
-            later = next_change(averages)
-            self._words_change = min(later, self._until) if asked else later
         if averages == self.next_change:
-            self.next_change, past, looks_at_own = self._words_change, averages % OWN, False
-            if averages >= LAST and not (record.due or record.on_gpu):
-                looks_at_own = not past
-                self.next_change = min(self._words_change, averages + (OWN - past if past else 1))
-            self._engine.layout.writers[:] = [self.write] if record.due or looks_at_own else []
+            asked, past = averages < self._until, averages % OWN
+            record.due = asked or is_due(averages)
+            looks = averages >= LAST and not (record.due or record.on_gpu)
+            changes = [next_change(averages), *[self._until] * asked, *[averages + (OWN - past if past else 1)] * looks]
+            self.next_change = min(changes)
+            self._engine.layout.writers[:] = [self.write] if record.due or (looks and not past) else []
 
     def _compare_soon(self, asked: _Suspicion, count: int = SOON) -> None:
         """Have words travel in the next averages. A rank has asked, and every rank has heard of it in this backward."""
         asked.question.asks = False
         averages = self.record.averages + 1
         self._until = max(self._until, averages + count)
-        self.next_change = self._words_change = averages
+        self.next_change = averages
         asked.rest(averages)
 
     def _compare_batches(self, asked: _Suspicion) -> None:

@@ -1,4 +1,4 @@
-"""What is written down of the training of one model. The journal writes it, and all rules read it."""
+"""What is written down of the training of one model. The journal and the check of the loop write it."""
 
 from __future__ import annotations
 

@@ -24,13 +24,13 @@ class WatchedGradient:
         rank: of this process, for messages.
 
     Attributes:
-        has_mean: whether a synchronised backward has ended since it was zero.
+        has_mean: whether a synchronised backward has ended since it was zero, as far as averages are told.
         locals: how many others have written it since then, through an output of the wrapper.
         rest: how many of these came after the last synchronised one.
         rest_line: the user's line of the last of them.
         bits: a copy of a few elements after each backward that was not averaged, where `rest` is above 0.
-        length: how many backwards have written it since the last step, or since it was zero.
-        has_stepped: whether an optimizer has stepped on it since then, once the rules have looked.
+        length: how many backwards have written it since the last step, or since it was zero, as far as they are told.
+        has_stepped: whether an optimizer has stepped on it since then, so that its values tell whether it was zeroed.
         averages: the number of synchronised backwards up to the last one that is known here.
     """
 
@@ -110,14 +110,19 @@ class WatchedGradient:
             self._written()
             self.has_mean, self.rest, self.bits = True, 0, None
 
-    def catch_up(self, averages: int) -> None:
+    def catch_up(self, averages: int, *, announced: bool) -> None:
         """Take the gradient for what the last of so many averages has left, since their ends were not told.
 
-        Other code may have zeroed it since. Values decide, as behind a step, where the host need not wait for them.
+        A backward begins. Where it has no output that has `announced` it, it may have written the gradient. Other code
+        may have zeroed the gradient since the average. Its values tell that, unless the host has to wait for them.
         """
-        has_stepped, grad = self.averages == averages, self.param.grad
+        is_stepped_on, grad = self.averages == averages, self.param.grad
+        self.averages = averages
+        if not announced or grad is None or not (is_stepped_on or self._is_readable(grad)):
+            self.forget()
+            return
         self.mean_ends(averages)
-        self.has_stepped = has_stepped or (grad is not None and self._is_readable(grad))
+        self.has_stepped = True  # so that values decide
 
     def _written(self) -> None:
         self.length = 1 if self.has_stepped else self.length + 1

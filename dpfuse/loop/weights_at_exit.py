@@ -20,6 +20,7 @@ from dpfuse.findings import findings
 from dpfuse.loop.training_record import TrainingRecord
 from dpfuse.loop.watched_gradient import WatchedGradient
 from dpfuse.rules.codes import NOTHING_AVERAGED
+from dpfuse.rules.l02_nothing_averaged import text_of_weights
 
 __all__ = ["WeightsAtExit"]
 
@@ -108,10 +109,7 @@ class WeightsAtExit:
             return
         findings.tell(
             NOTHING_AVERAGED,
-            f"rank {self._rank}: no backward was synchronised since the model was wrapped. In {len(self._samples) - 1} "
-            f"steps of {self._optimizer} no two ranks had the same weights; expected the same weights on all ranks "
-            "after each step. Leave no_sync(), or set require_backward_grad_sync to True, before the forward of the "
-            "last batch before a step.",
+            text_of_weights(self._rank, len(self._samples) - 1, self._optimizer),
             self._level,
         )
 

@@ -7,7 +7,7 @@ from dpfuse.rules.seen import Seen, Traces
 from dpfuse.rules.windows import class_of, is_averaged, pairs_of
 from dpfuse.trace_file import RANKS, Call
 
-__all__ = ["find"]
+__all__ = ["AGAIN", "find"]
 
 AGAIN = 4  # steps in a row, before which gradients are averaged twice
 

@@ -12,7 +12,7 @@ from typing import Any
 from dpfuse.rules.windows import reaches
 from dpfuse.trace_file import CALLS, Call, RankTrace
 
-__all__ = ["HABIT", "Turn", "turns_of"]
+__all__ = ["HABIT", "Turn", "last_backward", "turns_of"]
 
 HABIT = 8  # turns in a row, that show a habit
 FIELDS = ("forwards", "backwards", CALLS)

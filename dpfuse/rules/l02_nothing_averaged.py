@@ -6,7 +6,7 @@ goes to a log. If no backward was averaged before either, the ranks compare what
 
 from __future__ import annotations
 
-__all__ = ["STEPS", "note", "text_of"]
+__all__ = ["STEPS", "note", "text_of", "text_of_weights"]
 
 STEPS = 20  # in a row, after which it is said
 
@@ -33,4 +33,13 @@ def text_of(rank: int, steps: int, optimizer: str) -> str:
         f"rank {rank}: {optimizer} made {steps} steps in a row on gradients of this rank alone. No backward "
         "was synchronised in this time. If the ranks are not to train apart, leave no_sync(), or set "
         "require_backward_grad_sync to True, before the forward of the last batch before a step."
+    )
+
+
+def text_of_weights(rank: int, steps: int, optimizer: str) -> str:
+    """Return what a training says if the ranks never had weights in common, in so many steps of an optimizer."""
+    return (
+        f"rank {rank}: no backward was synchronised since the model was wrapped. In {steps} steps of {optimizer} no "
+        "two ranks had the same weights; expected the same weights on all ranks after each step. Leave no_sync(), or "
+        "set require_backward_grad_sync to True, before the forward of the last batch before a step."
     )

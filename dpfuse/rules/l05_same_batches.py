@@ -38,7 +38,7 @@ class Batches:
         row: how many batches in a row were other ones than those before.
         before: the hash of the last one.
         differ: whether ranks have had different ones.
-        parallel: whether gradients were the same in one of the row.
+        parallel: whether gradients are known to be the same in one batch of the row.
     """
 
     row: int = 0
@@ -115,16 +115,17 @@ def _same(traces: Traces) -> bool | None:
     memories = [*accumulate(_batches(traces), note, initial=Batches())][1:]
     if len({one.before for one in memories}) < 2 or memories[-1].differ:
         return None
-    return any(one.parallel for one in memories)
+    for step in range(common_steps(traces)):
+        gradients = [[one.get("local") for one in trace.steps[step]["backwards"]] for trace in traces.values()]
+        if any(gradients[0]) and all(row == gradients[0] for row in gradients):
+            return True
+    return False
 
 
 def _batches(traces: Traces) -> Iterator[Batch]:
-    """Yield the batch of each forward of a run."""
+    """Yield the batch of each forward of a run, as far as its inputs are known."""
     for step in range(common_steps(traces)):
-        lines = [trace.steps[step] for trace in traces.values()]
-        gradients = [[one.get("local") for one in line["backwards"]] for line in lines]
-        parallel = any(gradients[0]) and all(row == gradients[0] for row in gradients)
-        inputs = [[one["inputs"] for one in line["forwards"]] for line in lines]
+        inputs = [[one["inputs"] for one in trace.steps[step]["forwards"]] for trace in traces.values()]
         for number in range(max(map(len, inputs))):
             row = {each[number] if number < len(each) else "" for each in inputs}
-            yield Batch(min(row), len(row) == 1, parallel)
+            yield Batch(min(row), len(row) == 1, parallel=False)

@@ -16,7 +16,7 @@ def passes_of(samplers: Sequence[dict[str, Any]]) -> list[int]:
     """Return the number of passes over each sampler whose epoch was never set, and was the same in all of them.
 
     Args:
-        samplers: of each `epochs`, that it had in its passes, and `set`, whether `set_epoch` was called.
+        samplers: each has `epochs`, those of its passes, and `set`, whether `set_epoch` was called.
     """
     return [len(one["epochs"]) for one in samplers if not one["set"] and len(set(one["epochs"])) == 1]
 

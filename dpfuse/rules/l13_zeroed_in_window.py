@@ -9,7 +9,7 @@ from dpfuse.rules.seen import Seen, Traces
 from dpfuse.rules.windows import class_of, pairs_of, parts_of, repeats
 from dpfuse.trace_file import Call
 
-__all__ = ["find"]
+__all__ = ["ZEROED", "find"]
 
 ZEROED = 4  # turns in a row, in which as many backwards are lost
 

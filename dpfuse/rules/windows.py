@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dpfuse.trace_file import HELD, LEFT, RankTrace
+from dpfuse.trace_file import AVERAGED, HELD, LEFT, RankTrace
 
 __all__ = [
     "USUAL", "Window", "averages_in", "averages_of", "class_of", "full_name", "is_averaged", "last_of", "pairs_of",
@@ -17,7 +17,6 @@ __all__ = [
 ]  # fmt: skip
 
 USUAL = 8  # windows of the same length, which show how long a window is meant to be
-AVERAGED = ("averaged", "all_averaged")  # fields of a backward: each parameter's hash by model, or one for all
 
 
 @dataclass(frozen=True)
@@ -83,14 +82,12 @@ def reaches(backward: dict[str, Any], model: str) -> bool:
 
 def is_averaged(backward: dict[str, Any], model: str | None = None) -> bool:
     """Whether a backward was averaged, of this model or of any."""
-    averages = averages_in(backward)
-    return bool(averages) if model is None else model in averages
+    return not backward.keys().isdisjoint(AVERAGED) if model is None else model in averages_in(backward)
 
 
 def averages_in(backward: dict[str, Any]) -> dict[str, str]:
     """Return the hashes of what a backward has averaged, by model."""
-    found: dict[str, str] = last_of({"backwards": [backward]}, *AVERAGED)
-    return found
+    return {model: hashes for name in AVERAGED for model, hashes in backward.get(name, {}).items()}
 
 
 def averages_of(line: dict[str, Any]) -> dict[str, str]:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from dpfuse.trace_file import MICRO_BATCHES, RankTrace
+from dpfuse.trace_file import AVERAGED, MICRO_BATCHES, RankTrace
 
 __all__ = ["by_number"]
 
-AVERAGED = ("averaged", "all_averaged")
 OF_JOB = ("ranks", "backend")  # settings that may differ between jobs of other sizes
 
 

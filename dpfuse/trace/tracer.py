@@ -24,7 +24,7 @@ from dpfuse.trace.step_phases import StepPhases
 from dpfuse.trace.traced_model import TracedModel, inside
 from dpfuse.trace.traced_optimizers import TracedOptimizers, params_of, settings_of
 from dpfuse.trace.wrapper_hook import WrapperHook
-from dpfuse.trace_file import CALLS, Call, Writer
+from dpfuse.trace_file import AVERAGED, CALLS, Call, Writer
 
 __all__ = ["Tracer"]
 
@@ -227,7 +227,7 @@ class Tracer:
     @property
     def since_step(self) -> int:
         """The number of averaged backwards since the last step of an optimizer."""
-        return sum(bool(one.keys() & {"averaged", "all_averaged"}) for one in self._line["backwards"])
+        return sum(not one.keys().isdisjoint(AVERAGED) for one in self._line["backwards"])
 
     def unused(self) -> dict[str, list[str]]:
         """Return, by the number of the model, the names of parameters that are trained and have got no gradient."""

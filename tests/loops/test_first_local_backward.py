@@ -75,6 +75,18 @@ def test_of_zeros_nothing_is_suspected(rank, size, to_none, steps):
     assert suspect.mock_calls == []
 
 
+def test_a_gradient_that_a_backward_without_an_output_has_made_is_no_mean(rank, size):
+    model, optimizer, loader = settled(rank)
+    with mock.patch.object(model._sync.loop, "_suspect") as suspect:
+        for _ in range(3):
+            optimizer.zero_grad()
+            with model.no_sync():
+                sum(param.square().sum() for param in model.module.parameters()).backward()
+            backward(model, loader, sync=False)
+            optimizer.step()
+    assert suspect.mock_calls == []
+
+
 def test_steps_on_local_gradients_are_counted_from_the_first_one_on(rank, size):
     training = settled(rank)
     with mock.patch.object(findings, "note") as note:

@@ -10,6 +10,7 @@ from typing import Any
 
 from dpfuse.commands.doctor.runs import TUNING, Run
 from dpfuse.rules.l10_each_averaged import WORTH
+from dpfuse.rules.windows import is_averaged
 from dpfuse.trace_file import RankTrace
 
 __all__ = [
@@ -370,7 +371,7 @@ def _cycles(trace: RankTrace) -> list[dict[str, float]]:
         for part in PARTS:
             cycles[-1][part] += line["times"][part]
         if line["optimizer"] == 0:
-            averaged = sum(bool(one.keys() & {"averaged", "all_averaged"}) for one in line["backwards"])
+            averaged = sum(map(is_averaged, line["backwards"]))
             # Where several averages come before a step, they may be of one batch, as those of real and fake images.
             cycles[-1]["batches"] += len(line["backwards"]) if averaged == 1 else 1
     return cycles

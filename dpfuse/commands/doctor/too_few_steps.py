@@ -76,7 +76,7 @@ def too_few_steps(runs: Sequence[Run], found: Sequence[str]) -> tuple[str, ...]:
     of_averages = "steps" if averages == steps else "averaged backwards"
     needs = [(code, need, steps, "steps") for code, need in STEPS.items()]
     needs += [(code, need, averages, of_averages) for code, need in {**AVERAGES, **late}.items()]
-    passes = [count for run in runs for count in l11_same_order.passes_of(run.samplers)]
+    passes = [max(counts) for run in runs if (counts := l11_same_order.passes_of(run.samplers))]
     needs += [(SAME_ORDER, l11_same_order.PASSES, min(passes), "passes over a sampler")] if passes else []
     return tuple(
         f"{code} needs {need:,} {unit}, had {had:,}"
