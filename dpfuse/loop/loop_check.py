@@ -71,7 +71,7 @@ class LoopCheck(Feature):
         self.record = record
         self.failed = False
         self.chooses, self.settled = True, False
-        self.next_change = next_change(0)
+        self.next_change = self._words_change = next_change(0)
         self._modes = _Suspicion("modes that a rank has switched", self._compare_soon)
         self._rates = _Suspicion("learning rates that a rank has changed", self._compare_soon)
         self._batches = _Suspicion("batches that a rank takes for equal", self._compare_batches)
@@ -161,12 +161,13 @@ class LoopCheck(Feature):
             if comparison.own.look is not None and comparison.own.was_equal():
                 self._batches.ask(averages)
             record.looks = comparison.waits
-        if averages == self.next_change:
-            asked, past = averages < self._until, averages % OWN
+        if averages == self._words_change:
+            asked = averages < self._until
             record.due = asked or is_due(averages)
-            looks = averages >= LAST and not (record.due or record.on_gpu)
-            changes = [next_change(averages), *[self._until] * asked, *[averages + (OWN - past if past else 1)] * looks]
-            self.next_change = min(changes)
+            self._words_change = min([next_change(averages), *[self._until] * asked])
+        if averages == self.next_change:
+            looks, past = averages >= LAST and not (record.due or record.on_gpu), averages % OWN
+            self.next_change = min([self._words_change, *[averages + (OWN - past if past else 1)] * looks])
             self._engine.layout.writers[:] = [self.write] if record.due or (looks and not past) else []
 
     def _compare_soon(self, asked: _Suspicion, count: int = SOON) -> None:
@@ -174,7 +175,7 @@ class LoopCheck(Feature):
         asked.question.asks = False
         averages = self.record.averages + 1
         self._until = max(self._until, averages + count)
-        self.next_change = averages
+        self.next_change = self._words_change = averages
         asked.rest(averages)
 
     def _compare_batches(self, asked: _Suspicion) -> None:
