@@ -6,6 +6,7 @@ matters. Knows no tensor, no rank and no group.
 
 from __future__ import annotations
 
+from dpfuse.engine.asked import AFTER, NOTHING
 from dpfuse.engine.report_layout import Field
 
 __all__ = ["NEVER", "Window"]
@@ -44,12 +45,8 @@ class Window:
         self._number = NEVER
         self._backwards = 0
         self._forwards = 0
-        self._asked: bool | None = (
-            None  # whether a forward has asked for a backward that synchronises; None: no forward
-        )
-        self._trained = False  # whether one of them was in training mode: then only those decide
-        self._uncounted = False  # whether one in eval mode has asked
-        self._outputs_watched = True  # those of the forward that asked last
+        self._asked = NOTHING
+        self._outputs_watched = True  # those of the last forward that decides
         self._watched = True  # whether the outputs of the last forward are watched
         self._of_outputs = True  # whether the running backward went through a watched output
         self.begin()
@@ -69,11 +66,11 @@ class Window:
         self._number += 1
         self._backwards = self._forwards = 0
         self.died = self.excused = False
-        self._asked, self._trained, self._uncounted, self._outputs_watched = None, False, False, True
+        self._asked, self._outputs_watched = NOTHING, True
 
     def forget_requests(self) -> None:
         """Let only later forwards, or the state of `no_sync()` at that time, decide about the next backward."""
-        self._asked, self._trained, self._uncounted = None, False, False
+        self._asked = NOTHING
 
     def forward_begins(self, *, counts: bool) -> None:
         """Note that a forward with gradients begins. In eval mode it does not count: one rank may run it alone."""
@@ -90,34 +87,25 @@ class Window:
         self.request(self.require_sync, watched=watched, trains=trains)
 
     def request(self, sync: bool, *, watched: bool = True, trains: bool = True) -> None:
-        """Note what a forward asks for. If one of several is to synchronise, the backward does.
-
-        One in eval mode decides only about backwards of its own, and where there is none in training mode: a rank may
-        run it alone, and it gets no backward.
-        """
-        if not trains:
-            self._uncounted = self._uncounted or sync
-            if self._trained:
-                return
-        elif not self._trained:
-            self._trained, self._asked = True, None
-        self._asked = sync or bool(self._asked)
-        self._outputs_watched = watched
+        """Note what a forward asks for, as the table of `Asked` says."""
+        if trains or not self._asked.trains:
+            self._outputs_watched = watched
+        self._asked = AFTER[self._asked, bool(trains), bool(sync)]
 
     @property
     def owes_backward(self) -> bool:
         """Whether a forward that synchronises still waits for its backward."""
-        return bool(self._asked)
+        return bool(self._asked.sync)
 
     @property
     def owes_local_backward(self) -> bool:
         """Whether a forward that does not synchronise waits for its backward."""
-        return self._asked is False and self._forwards > 0
+        return self._asked.sync is False and self._forwards > 0
 
     @property
     def is_to_synchronise(self) -> bool:
         """Whether the next backward does, as far as that is known before it begins."""
-        return self.require_sync if self._asked is None else self._asked
+        return self.require_sync if self._asked.sync is None else self._asked.sync
 
     def may_be_announced(self, *, nested: bool) -> bool:
         """Whether an output may still tell what the backward is that runs, and that none has announced so far.
@@ -127,7 +115,7 @@ class Window:
         Args:
             nested: whether it runs inside another one.
         """
-        return self._outputs_watched and (self._asked is False or (bool(self._asked) and nested))
+        return self._outputs_watched and (self._asked.sync is False or (bool(self._asked.sync) and nested))
 
     def forward_failed(self) -> None:
         """Count the forward no longer that began last, since it has raised."""
@@ -152,13 +140,14 @@ class Window:
     def backward_begins(self, *, announced: bool) -> bool:
         """Note that a backward begins, and decide whether it synchronises; `announced`: a watched output told it."""
         self._of_outputs = announced or not self._watched
-        of_uncounted, self._reached = announced and not self._reached, True
-        if self._uncounted and of_uncounted:
+        asked, is_of_eval = self._asked, announced and not self._reached
+        self._reached = True  # the next one may reach no output
+        if asked.by_eval and is_of_eval:
             return True
         # A backward through none of the watched outputs has no forward of its own.
-        if self._asked is None or (not self._asked and not announced and self._outputs_watched):
+        if asked.sync is None or (not asked.sync and not announced and self._outputs_watched):
             return self.require_sync
-        return self._asked
+        return asked.sync
 
     def gradients_accumulated(self) -> None:
         """Note that the ending backward has accumulated gradients.

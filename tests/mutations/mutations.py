@@ -64,9 +64,9 @@ ENGINE = (
     ),
     Mutation(
         "the last forward alone decides whether a backward synchronises",
-        "dpfuse/engine/sync_decision.py",
-        "self._asked = sync or bool(self._asked)",
-        "self._asked = sync",
+        "dpfuse/engine/asked.py",
+        "(SYNC, TRAIN, False): SYNC,",
+        "(SYNC, TRAIN, False): LOCAL,",
         ("tests/unit/test_reducer.py", AVERAGING + "test_sync_rules.py"),
     ),
     Mutation(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
+from dpfuse.engine.asked import AFTER, NOTHING, Asked
 from dpfuse.engine.sync_decision import NEVER, Window
 
 
@@ -103,3 +106,32 @@ def test_the_words_of_a_number_are_grammatical():
     assert backwards.words(2) == "has run 3 backwards since the last averaged one"
     assert forwards.words(1) == "has run 1 forward without a backward"
     assert forwards.words(0) == "has run 0 forwards without a backward"
+
+
+FORWARDS = [(trains, sync) for trains in (True, False) for sync in (True, False)]
+
+
+@pytest.mark.parametrize("count", range(6))
+def test_what_forwards_ask_for_is_that_of_those_in_training_mode_if_there_are_any(count):
+    """Each series of so many forwards, against what the words say."""
+    for series in product(FORWARDS, repeat=count):
+        window, asked = Window(), NOTHING
+        for trains, sync in series:
+            window.request(sync, trains=trains)
+            asked = AFTER[asked, trains, sync]
+        deciding = [sync for trains, sync in series if trains] or [sync for _, sync in series]
+        assert asked.sync == (any(deciding) if series else None)
+        assert asked.by_eval == any(sync for trains, sync in series if not trains)
+        assert window.owes_backward == any(deciding)
+
+
+def test_each_forward_has_an_entry_wherever_it_comes():
+    assert {*AFTER} == {(asked, *forward) for asked in Asked for forward in FORWARDS}
+    assert {*AFTER.values()} == {*Asked} - {NOTHING}
+
+
+def test_a_switch_that_is_no_bool_counts_as_one():
+    window = Window()
+    window.require_sync = 2
+    window.forward_ends(watched=True, trains=1)
+    assert window.backward_begins(announced=True)
