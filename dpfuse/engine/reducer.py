@@ -186,9 +186,9 @@ class Reducer:
             rebuilt: whether they are planned for the observed ready order; None keeps the value.
         """
         before = self.rebuilt
-        if rebuilt is not None:
-            self.rebuilt = rebuilt
         try:
+            if rebuilt is not None:
+                self.rebuilt = rebuilt
             self._use(buckets)
         except BaseException:
             self.rebuilt = before

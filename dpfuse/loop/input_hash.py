@@ -44,9 +44,8 @@ class InputHash:
             return
         self._empty = False
         try:
-            with torch.no_grad():
-                for tensor in tensors:
-                    self._hash = hash_of(some_of(tensor), self._hash)
+            for tensor in tensors:
+                self._hash = hash_of(some_of(tensor.detach()), self._hash)
         except (RuntimeError, TypeError):  # a forward may get any tensor, also one of a dtype without bytes
             self._unknown = True
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from weakref import WeakKeyDictionary, ref
 
 from torch import Tensor, nn
@@ -116,20 +115,22 @@ class LoopCheck(Feature):
     def note_forward(self, inputs: Inputs) -> None:
         """A forward begins in another mode than the one before, or one whose backward may be compared."""
         record, trains = self.record, self._module.training
-        with self._or_off():
+        try:
             if trains is not record.trains:
                 switched, record.trains = record.trains is not None, trains
                 if switched and self._comparison is not None:
                     self._modes.ask(record.averages)
             if record.due and self._comparison is not None:
                 self._comparison.forward_begins(inputs)
+        except Exception as error:
+            self.fail(error)
 
     def note_backward(self, *, sync: bool, announced: bool) -> None:
         """A backward begins that is not synchronised, or comes after one that has died, or before the first steps."""
         if self.failed:
             return
         record = self.record
-        with self._or_off():
+        try:
             if self._comparison is None:
                 self._begin()
             if record.runs or not sync:
@@ -143,12 +144,16 @@ class LoopCheck(Feature):
             if not sync or self._spares:  # what an average writes is its own, whatever was there before
                 for watched in self.watched:
                     watched.backward_begins(announced=announced)
+        except Exception as error:
+            self.fail(error)
 
     def note_local_backward(self) -> None:
         """A backward has added to gradients, and was not synchronised."""
-        with self._or_off():
+        try:
             for watched in self.watched:
                 watched.local_ends(announced=self.record.announced)
+        except Exception as error:
+            self.fail(error)
 
     def note_average(self) -> None:
         """A backward was synchronised that a rule looks at, or after which what is to be packed changes."""
@@ -227,14 +232,6 @@ class LoopCheck(Feature):
             if self._spares or rules.watched is not before:
                 self._choose_watched()
             self.settled = not self.chooses and self._never_stepped is not None and self._never_stepped.decided
-        except Exception as error:
-            self.fail(error)
-
-    @contextmanager
-    def _or_off(self) -> Iterator[None]:
-        """End no training where a rule fails that is asked inside."""
-        try:
-            yield
         except Exception as error:
             self.fail(error)
 
