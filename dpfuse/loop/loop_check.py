@@ -58,7 +58,7 @@ class LoopCheck(Feature):
         next_change: how many averages there are when words begin to travel, or no longer do, or a rank looks at its own
             gradient.
         optimizers: what is known of those that have stepped.
-        settled: whether a step behind an average has nothing that a rule looks at, unless words have arrived or are
+        settled: whether a step after an average has nothing that a rule looks at, unless words have arrived or are
             due: the optimizers are known, and the rule of DPF-L04 is decided.
     """
 

@@ -31,7 +31,7 @@ class WatchedGradient:
         bits: a copy of a few elements after each backward that was not averaged, where `rest` is above 0.
         length: how many backwards have written it since the last step, or since it was zero, as far as they are told.
         has_stepped: whether an optimizer has stepped on it since then, so that its values tell whether it was zeroed.
-        averages: the number of synchronised backwards up to the last one that is known here.
+        averages: how many backwards were synchronised when it was marked or stepped on last.
     """
 
     __slots__ = (

@@ -1,4 +1,4 @@
-"""Ends a process of the program: after its steps, with the other ranks, or behind the ranks that it has started."""
+"""Ends a process of the program: after its steps, with the other ranks, or after the ranks that it has started."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class ProcessEnd:
         draft = self._folder / f"ends{self.rank.number}"
         draft.write_text(str(self.rank.size))
         draft.replace(self._folder / f"{DONE}{self.rank.number}")
-        # A rank that is behind ends itself by then.
+        # A rank that has made fewer steps ends itself by then.
         until = time.monotonic() + max(LONGEST_WAIT, 2 * self.patience.seconds)
         while not all_done(self._folder) and time.monotonic() < until:
             time.sleep(0.01)
@@ -77,13 +77,13 @@ class ProcessEnd:
         os._exit(0)
 
     def _end_with_the_others(self) -> None:
-        """End this process once it waits for ranks that have ended: one that made fewer steps would wait for ever."""
+        """End this process once it waits for ranks that have ended: else one that made fewer steps waits without end."""
         while not list(self._folder.glob(f"{DONE}*")) or not self.patience.is_over:
             time.sleep(LOOK)
         self._end()
 
     def _end_behind_the_ranks(self) -> None:
-        """End a process that has started the ranks, or belongs to them, without the code after their end."""
+        """End a process that has started the ranks, or belongs to them, before it runs the code that follows them."""
         while not all_done(self._folder) and not self._is_over():
             time.sleep(LOOK / 5)
         if self._waits != os.getpid():
