@@ -77,7 +77,7 @@ class ProcessEnd:
         os._exit(0)
 
     def _end_with_the_others(self) -> None:
-        """End this process once it waits for ranks that have ended: else one that made fewer steps waits without end."""
+        """End this process once it waits for ranks that have ended, since these take no part any more."""
         while not list(self._folder.glob(f"{DONE}*")) or not self.patience.is_over:
             time.sleep(LOOK)
         self._end()
