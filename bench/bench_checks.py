@@ -32,7 +32,6 @@ from bench.models import Workload, chain, layers
 from bench.playback import play_back, played_back, remembered
 from bench.rank_group import on_ranks
 from bench.step_time import Effort, StepTimes
-from dpfuse.comm.waiting import Track
 from dpfuse.engine.report import ALL_WELL, Outcome, Reading, Report
 from dpfuse.engine.sync_decision import Window
 from dpfuse.model.signature import ModelSignature
@@ -90,16 +89,6 @@ class NoReport(Report):
         return ALL_WELL
 
 
-class NoTrack(Track):
-    """Tells the heartbeat nothing."""
-
-    def tell(self, *_: Any) -> None:
-        """Nothing."""
-
-    def begin(self, completed: int) -> None:
-        """Nothing."""
-
-
 @contextmanager
 def without_checks() -> Iterator[None]:
     """Whatever is wrapped in here, and makes its first steps, is not checked later either."""
@@ -107,7 +96,6 @@ def without_checks() -> Iterator[None]:
         patch("dpfuse.model.module_sync.ModelSignature", NoSignature),
         patch("dpfuse.model.module_sync.Window", NoWindow),
         patch("dpfuse.engine.sync.Report", NoReport),
-        patch("dpfuse.engine.sync.Track", NoTrack),
         patch("dpfuse.engine.sync.board_of", lambda group: None),
     ):
         yield

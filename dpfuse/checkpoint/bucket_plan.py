@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from dpfuse.comm import votes
-from dpfuse.engine.phase import IDLE
+from dpfuse.engine.backward import IDLE
 from dpfuse.engine.plan import BucketPlan
 from dpfuse.engine.sync import GradSync
 from dpfuse.model.plan_from_groups import plan_from_groups
@@ -45,7 +45,7 @@ def use_saved_plan(model: SyncedModule | None, saved: dict[str, Any], group: dis
         grads is not None
         and grads.group is group
         and not (grads.reducer.rebuilt or grads.reducer.change)
-        and grads.reducer.phase is IDLE
+        and grads.reducer.state is IDLE
         and saved["made_for"] == _made_for(grads.plan)
     )
     if votes.agree_on_text("", group, "the buckets of a checkpoint", ready=usable).ready:

@@ -133,28 +133,30 @@ class Board:
 
 
 class Track:
-    """Writes what one wrapper does on the board of its group. Without a heartbeat no rank reads that board."""
+    """Writes what one wrapper does on the board of its group. Without a heartbeat no rank reads that board.
+
+    A step assigns `track.board.place` itself: a call takes longer than that.
+
+    Attributes:
+        board: of the group.
+        wrapper: which writes.
+    """
 
     def __init__(self, board: Board | None = None, number: int = 0, stall_timeout: float = inf) -> None:
-        self._board = board or Board()
-        self._wrapper = Wrapper(number, stall_timeout)
+        self.board = board or Board()
+        self.wrapper = Wrapper(number, stall_timeout)
 
-    def tell(self, doing: Doing, completed: int, bucket: int = -1) -> None:
-        """Write what the wrapper does now, after `completed` synchronised backwards. On the hot path."""
-        self._board.place = (self._wrapper, doing, completed, bucket)
-
-    def begin(self, completed: int) -> None:
-        """Write that a forward begins in the calling thread, after `completed` synchronised backwards."""
-        self._board.thread = get_ident()
-        self._board.place = (self._wrapper, FORWARD, completed, -1)
+    def tell(self, doing: Doing, completed: int) -> None:
+        """Write what the wrapper does now, after `completed` synchronised backwards."""
+        self.board.place = (self.wrapper, doing, completed, -1)
 
     def failed(self, error: Exception, completed: int) -> None:
         """Write that a forward raised `error`, after `completed` synchronised backwards.
 
         The process may end without telling its peers why, or may have fewer batches than they have.
         """
-        self._board.error = f"{type(error).__name__}: {error}"
-        self._board.failed_step = completed + 1
+        self.board.error = f"{type(error).__name__}: {error}"
+        self.board.failed_step = completed + 1
 
 
 _boards: weakref.WeakKeyDictionary[Any, Board] = weakref.WeakKeyDictionary()

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dpfuse.comm.flat_broadcast import BROADCAST_BYTES
-from dpfuse.engine.phase import IDLE
+from dpfuse.engine.backward import IDLE
 from dpfuse.errors import DPFuseError
 from dpfuse.model.module_sync import ModuleSync
 from dpfuse.wrapper import SyncedModule
@@ -163,10 +163,10 @@ class TorchNames(SyncedModule):
 
     def _check_reducer_finalized(self) -> None:
         """Raises DPFuseError while a backward is open."""
-        phase = self.reducer.phase
-        if phase is not IDLE:
+        state = self.reducer.state
+        if state is not IDLE:
             raise DPFuseError(
-                f"a backward is still open ({phase.name.lower()}), or an exception ended it; expected none. Call it "
+                f"a backward is still open ({state.name.lower()}), or an exception ended it; expected none. Call it "
                 "between steps."
             )
 

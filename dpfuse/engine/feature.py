@@ -8,12 +8,12 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch import Tensor
 
+from dpfuse.engine.backward import State
 from dpfuse.engine.bucket import GradBucket
 from dpfuse.engine.comm_buffer import CommBuffer, Format, Zeros
 from dpfuse.engine.events import Events, Watcher
 from dpfuse.engine.exchanges.comm_hook import CommHook
 from dpfuse.engine.exchanges.ordered import Rounding
-from dpfuse.engine.phase import Phase
 from dpfuse.engine.plan import Bucket, BucketPlan
 from dpfuse.engine.protocols import Companion, Delivery, Exchange, PackStep
 from dpfuse.engine.report import Report
@@ -50,7 +50,7 @@ class Engine(Protocol):
         """The buckets in use, in communication order."""
 
     @property
-    def phase(self) -> Phase:
+    def state(self) -> State:
         """That of the backward that is open, if any."""
 
     @property

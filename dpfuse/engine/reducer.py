@@ -1,4 +1,4 @@
-"""When buckets are sent and delivered: phases, ready lists, the order of sending. Touches no gradient."""
+"""When buckets are sent and delivered: ready lists, the order of sending, stages. Touches no gradient."""
 
 from __future__ import annotations
 
@@ -17,6 +17,37 @@ from dpfuse.comm.memory_errors import error_of
 from dpfuse.comm.waiting import BACKWARD, BETWEEN, Track
 from dpfuse.engine import messages
 from dpfuse.engine.autograd import Reached, backward_is_nested, backward_runs, running_backward, unreached
+from dpfuse.engine.backward import (
+    ABANDONED,
+    ACCUMULATE,
+    AVERAGED,
+    BEGINS,
+    BEGINS_CHANGED,
+    BEGINS_FIRST,
+    BEGINS_LOCAL,
+    COMPLETED,
+    COUNT,
+    DIED,
+    DIED_UNNOTED,
+    DIED_UNOPENED,
+    DROP,
+    ENDED,
+    ENTER,
+    FORGET,
+    IDLE,
+    LOCAL,
+    OPEN,
+    OWE,
+    READY,
+    REDUCING,
+    REFUSED,
+    RESTING,
+    SEND,
+    TRANSITIONS,
+    WAS_OPEN,
+    Event,
+    State,
+)
 from dpfuse.engine.bucket import FLIGHT, FREE, LANDED, GradBucket
 from dpfuse.engine.bucket_set import BucketSet
 from dpfuse.engine.events import Events
@@ -24,7 +55,6 @@ from dpfuse.engine.feeds.accumulating import Accumulating, Accumulation
 from dpfuse.engine.local_part import leaf_of
 from dpfuse.engine.lost_steps import LOST, LostSteps
 from dpfuse.engine.optimizer_step_hook import call_before_steps
-from dpfuse.engine.phase import ABANDONED, CHANGED, IDLE, LOCAL, RECORDING, REDUCING, RESTING, Phase
 from dpfuse.engine.ready import ReadyHook, ReadyList
 from dpfuse.engine.report import ALL_WELL, Outcome, Reading, Report
 from dpfuse.engine.report_layout import Question, ReportLayout
@@ -105,6 +135,7 @@ class _Run:
 
     outcome: Outcome = field(default_factory=Outcome)
     next: int = 0  # the bucket to be sent next
+    stage: int = 0  # of its end, which comes next
     backward: int | None = None  # the engine's number of it, where another model of the group may share it
     asks_graph: bool = False  # whether its graph may be asked which parameters it reaches
     unreached: Sequence[Tensor] = ()  # what it has answered
@@ -131,7 +162,7 @@ class Reducer:
         wiring: what it uses besides.
 
     Attributes:
-        phase: of the backward that is open.
+        state: of the backward that is open, as the table of `dpfuse.engine.backward` says.
         require_sync: whether backwards are synchronised; no_sync() switches it off.
         rebuilt: whether the buckets are planned for the ready order of the first synchronised backward.
         completed: number of synchronised backwards.
@@ -141,7 +172,7 @@ class Reducer:
     """
 
     def __init__(self, in_use: BucketSet, wiring: Wiring) -> None:
-        self.phase = IDLE
+        self.state: State = IDLE
         self.rebuilt = False
         self.completed = 0
         self.last_error = ""
@@ -152,6 +183,8 @@ class Reducer:
         self._change: _Change | None = None
         self._frozen: frozenset[int] = frozenset()
         self._completed_before = 0  # as the backward opened that runs, or was the last
+        self._begins: Event = BEGINS_FIRST  # the event of a synchronised backward with the buckets in use
+        self._stages: tuple[Callable[[], None], ...] = ()  # of its end
         self._in_use = in_use
         self._use(in_use)
         call_before_steps(self)
@@ -213,6 +246,7 @@ class Reducer:
     def keep_change(self) -> None:
         """Keep the changed model, since all ranks have agreed on it."""
         self._change, self.rebuilt = None, False
+        self._choose_stages()
 
     def unfollow(self) -> None:
         """Return to the buckets before the change, since it was undone."""
@@ -226,11 +260,11 @@ class Reducer:
         marks = self._in_use.marks
         for order, (bucket, ready) in enumerate(zip(self.buckets, self._in_use.ready, strict=True)):
             writers = bucket.parts.writers if self._is_packed_early(order) else None
-            eager = bucket.parts.feed.hooks() if self._uses_ready_lists else {}
+            eager = bucket.parts.feed.hooks() if self._begins is BEGINS else {}
             noting = (lambda hook: hook) if writers is None else writers.noting
-            usual = noting(self._usual_hook(order, ready) if self._uses_ready_lists else self._record)
+            usual = noting(self._usual_hook(order, ready) if self._begins is BEGINS else self._record)
             hooks |= dict.fromkeys(bucket.plan.params, usual)
-            if not self._uses_ready_lists:
+            if self._begins is not BEGINS:
                 continue
             for index, param in zip(bucket.plan.params, bucket.params, strict=True):
                 pack = eager.get(index) if marks[index] == 1 else None  # else more may be added to the gradient
@@ -259,16 +293,26 @@ class Reducer:
         feeds = {order: b.parts.feed for order, b in enumerate(self.buckets)}
         taking = {order: feed for order, feed in feeds.items() if isinstance(feed, Accumulating)}
         self.accumulation = Accumulation(taking, self._wiring.window)
+        self._choose_stages()
         self._wiring.install(self.hooks())
+
+    def _choose_stages(self) -> None:
+        """Choose what the end of a synchronised backward goes through, as long as these buckets are in use."""
+        is_first, changes = not self.rebuilt, self._change is not None
+        self._begins = BEGINS_CHANGED if changes else BEGINS_FIRST if is_first else BEGINS
+        self._stages = (
+            *([self._learn_of_change] if changes else []),
+            self._send_rest,
+            self._receive,
+            self._deliver_rest,
+            *([self._rebuild] if is_first or changes else []),
+            self._complete,
+        )
 
     def _is_packed_early(self, order: int) -> bool:
         """Whether this bucket may be packed while backward goes on, so that the streams of its gradients count."""
-        sent_early = self._uses_ready_lists and order < len(self.buckets) - 1
+        sent_early = self._begins is BEGINS and order < len(self.buckets) - 1
         return sent_early or order in self.accumulation.feeds
-
-    @property
-    def _uses_ready_lists(self) -> bool:
-        return self.rebuilt and self._change is None
 
     def _hook(self, order: int, ready: ReadyList, pack: Callable[[], None] | None, *, is_sentinel: bool) -> ReadyHook:
         """Return a hook in Python for one parameter, which packs its gradient, or is the sentinel, or both."""
@@ -278,7 +322,7 @@ class Reducer:
 
         def mark_sentinel(param: Any) -> None:
             append(param)
-            if self.phase is not REDUCING:
+            if self.state is not REDUCING:
                 examine(order, param)
             elif not alone and (len(param._post_accumulate_grad_hooks or ()) <= 1 or come_last(param)):
                 send()
@@ -288,7 +332,7 @@ class Reducer:
         note, pack_now = mark_sentinel if is_sentinel else self._usual_hook(order, ready), pack
 
         def mark_packed(param: Any) -> None:
-            if self.phase is REDUCING and ready.sent < 0:
+            if self.state is REDUCING and ready.sent < 0:
                 pack_now()
             note(param)
 
@@ -303,7 +347,7 @@ class Reducer:
 
     @require_sync.setter
     def require_sync(self, value: bool) -> None:
-        if value != self.require_sync and self.phase is IDLE:
+        if value != self.require_sync and self.state is IDLE:
             self.refuse_unaveraged()
         self._wiring.window.require_sync = value
 
@@ -338,10 +382,10 @@ class Reducer:
         lost = self._wiring.lost
         if lost.begun is None:
             lost.begun = ref(optimizer)
-        entries = self._in_use.entries()
-        if entries and not backward_runs():
+        in_use = self._in_use
+        if (in_use.recorded or any(map(_entries_of, in_use.ready))) and not backward_runs():
             wanted = {id(param) for group in optimizer.param_groups for param in group["params"]}
-            self._refuse(param for param in entries if id(leaf_of(param)) in wanted)
+            self._refuse(param for param in in_use.entries() if id(leaf_of(param)) in wanted)
 
     def _refuse(self, found: Iterable[Tensor]) -> None:
         """Forget these ready gradients.
@@ -351,7 +395,7 @@ class Reducer:
         """
         names = self._in_use.names_of(found)
         if names:
-            self._clear_ready()
+            self._in_use.clear()
         if names and self.require_sync:
             raise DPFuseError(messages.unaveraged(self._wiring.rank, list(dict.fromkeys(names))))
 
@@ -363,9 +407,9 @@ class Reducer:
         """
         if not self.accumulation.feeds:
             return
-        if self.phase not in RESTING:
+        if self.state not in RESTING:
             raise DPFuseError(
-                f"discard_accumulated() was called while a backward is {self.phase.name}, expected it between "
+                f"discard_accumulated() was called while a backward is {self.state.name}, expected it between "
                 "backwards. Call it once backward() has ended."
             )
         self.accumulation.begin_again()
@@ -383,17 +427,18 @@ class Reducer:
             DPFuseError: this one is not `announced` and has added to gradients of the one before.
         """
         order = self._wiring.order
-        if self.phase is IDLE:
+        if self.state is IDLE:
             if order.turns.failed:
                 order.complete_failed()
             return
-        if self.phase is not ABANDONED:
+        if self.state is not ABANDONED:
             self.abandon()  # an exception struck between the end of the backward before and its close
-        if self.phase is ABANDONED:
+        if self.state is ABANDONED:
             begun = self._run.next > 0 and not announced
             self.drain()
             if begun:
-                self.phase, self._run.outcome.failed = ABANDONED, True
+                self._run.outcome.failed = True
+                self._move(WAS_OPEN)
                 raise DPFuseError(messages.begun(self._wiring.rank))
 
     def open(self, *, announced: bool) -> None:
@@ -404,26 +449,23 @@ class Reducer:
         Raises:
             DPFuseError: as `settle`; or a CUDA graph captures the first synchronised backward.
         """
-        if self.phase is not IDLE:
+        if self.state is not IDLE:
             self.settle(announced=announced)
-        wiring, run = self._wiring, self._run
+        wiring, in_use = self._wiring, self._in_use
         self._completed_before, self.missed = self.completed, False
         sync = wiring.window.backward_begins(announced=announced)
-        self.phase = ABANDONED if sync else LOCAL  # until it is open: the peers may wait for it
-        self._in_use.restore_memory()
-        if announced:
-            # What is ready already is of this backward, or of one before that nothing announced. All of it is
-            # averaged. But a bucket must not be complete by entries of a backward before.
-            for ready in self._in_use.ready:
-                if ready.entries:
-                    self.refuse_unaveraged()
-                    self._in_use.doubt_early()
-                    break
+        self._move(self._begins if sync else BEGINS_LOCAL)
+        in_use.restore_memory()
+        # What is ready already is of this backward, or of one before that nothing announced. All of it is averaged.
+        # But a bucket must not be complete by entries of a backward before.
+        if announced and any(map(_entries_of, in_use.ready)):
+            self.refuse_unaveraged()
+            in_use.doubt_early()
         for begins in wiring.events.backward_begins:
             begins(sync=sync, announced=announced)
-        params = self._in_use.params
+        params = in_use.params
         # A bucket is sent from the hook of one of these parameters.
-        for param in params if wiring.asks_graph else map(_sentinel_of, self._in_use.ready[:-1]):
+        for param in params if wiring.asks_graph else map(_sentinel_of, in_use.ready[:-1]):
             if param is not None and len(param._post_accumulate_grad_hooks or ()) > 1:
                 wiring.come_last(param)
         if self._frozen and any(params[index].requires_grad for index in self._frozen):
@@ -434,14 +476,12 @@ class Reducer:
         if not sync:
             if not wiring.window.is_open:  # ranks whose windows differ in length find the same in their last backward
                 self._note_frozen(params)
-            self._enter(LOCAL)
-        elif not self._uses_ready_lists and self._in_use.report.unreadable:
+            return
+        if self._begins is not BEGINS and in_use.report.unreadable:
             raise DPFuseError(messages.captured_first(wiring.rank))
-        else:
-            run.outcome.frozen = self._frozen
-            phase = CHANGED if self._change is not None else REDUCING if self.rebuilt else RECORDING
-            self._look_at_graph(phase, announced=announced)
-            self._enter(phase)
+        self._run.outcome.frozen = self._frozen
+        if wiring.asks_graph or self._begins is not BEGINS or len(wiring.order.turns.models) > 1:
+            self._look_at_graph(announced=announced)
 
     def close(self, reached_leaves: Callable[[], bool]) -> None:
         """Finish the outermost backward: send what is left, wait, deliver.
@@ -456,94 +496,47 @@ class Reducer:
         """
         for ended in self._wiring.events.backward_ended:
             ended()
-        if self.phase is LOCAL:
+        if self.state is LOCAL:
             self._close_local()
             return
-        try:
-            self._close(reached_leaves)
-        except BaseException as error:
-            if self.phase is not IDLE and not self._goes_on_after(error):
+        run, stages, window, noted = self._run, self._stages, self._wiring.window, False
+        while True:
+            try:
+                if not run.stage:
+                    # Usually something in the last list is ready.
+                    if not (run.next or self._in_use.ready[-1].entries or self._any_ready() or reached_leaves()):
+                        self._move(ENDED)
+                        self._tell_of_end(added=False)
+                        return
+                    if not window.of_outputs:
+                        window.gradients_accumulated()
+                while run.stage < len(stages):
+                    stages[run.stage]()
+                    run.stage += 1
+                break
+            except BaseException as error:
+                if self.state is not IDLE and not noted and self._goes_on_after(error):
+                    noted = True  # the same stage comes again; the peers hear of it
+                    continue
                 self._give_up(error)
                 raise
-            if self.phase is IDLE:
-                self.last_error = f"{type(error)}: {error}"
-                raise
-        else:
-            return
-        try:
-            self._close(reached_leaves)
-        except BaseException as error:
-            if self.phase is not IDLE:
-                self._give_up(error)
-            raise
-        self.accumulation.forget()  # a bucket may have been sent, and its sums not forgotten
+        if noted:
+            self.accumulation.forget()  # a bucket may have been sent, and its sums not forgotten
 
     def _goes_on_after(self, error: BaseException) -> bool:
         """Whether `close` can go on and report this error to the peers, which wait for this rank."""
         run = self._run
         if isinstance(error, DPFuseError) or not isinstance(error, Exception):
             return False
-        if has_raised(error) or self.phase is CHANGED or run.outcome.torn:
+        if has_raised(error) or self._begins is BEGINS_CHANGED or run.outcome.torn:
             return False
         run.outcome.error = run.outcome.error or error
         return True
 
     def _give_up(self, error: BaseException) -> None:
         self.last_error = f"{type(error)}: {error}"
-        self.abandon()
-
-    def _close(self, reached_leaves: Callable[[], bool]) -> None:
-        """Do all stages. After an exception it can be called again, and does not repeat what was done."""
-        run, order = self._run, self._wiring.order
-        last = self._in_use.ready[-1]  # usually something in it is ready
-        if not (run.next or last.entries or self._any_ready() or reached_leaves()):
-            self._enter(IDLE)
-            self._tell_of_end(added=False)
-            return
-        if run.reading is None:
-            self._wiring.window.gradients_accumulated()
-            # 0. All buckets but the last ones go first, also those of other models, as on ranks that miss no gradient.
-            if order.another_is_open:
-                self._send_due(ended=True)
-                order.let_others_send(ended=True)
-            # 1. Where this rank's model has changed: learn from the old buckets whether all have, and agree.
-            if self.phase is CHANGED:
-                self._learn_of_change()
-            # 2. Send what is left; the report goes with the last bucket.
-            complete = self._note_stragglers()
-            self._send_next(rest=True, complete=complete, last=True)
-            # 3. Wait for all buckets, deliver what does not depend on the report, and read it.
-            run.reading = self._receive()
-        # 4. If a rank has failed, raise on every rank.
-        if run.reading is not ALL_WELL and not run.reading.all_well:
-            self._fail(run.reading)
-        # 5. Deliver the rest: where gradients are missing, the report tells which parameters some rank has used.
-        self._deliver_rest()
-        # 6. After the first synchronised backward: agree on buckets for the order that it has shown.
-        if not self.rebuilt:
-            self._rebuild()
-        # 7. Choose sentinels, warn, and forget this backward.
-        self._complete()
-
-    def _complete(self) -> None:
-        """End the backward. All is delivered, and the peers wait for nothing."""
-        for order, ready in enumerate(self._in_use.ready):
-            if ready.uncertain:
-                self._in_use.learn_early(ready)
-            if ready.entries and ready.entries[-1] is not ready.sentinel and ready.choose_sentinel():
-                self._install_hooks_of(order)
-            ready.clear()
-        texts, wiring = self._run.warnings, self._wiring
-        if wiring.lost.steps and not (wiring.window.excused or wiring.window.without_inputs):
-            wiring.lost.forget()  # all ranks have lost as many, or hear of it in the next backward
-        wiring.window.begin()
-        wiring.order.close()
-        wiring.track.tell(BETWEEN, self.completed + 1)
-        self.phase, self._run, self.completed = IDLE, _Run(), self.completed + 1
-        for delivered in wiring.events.delivered:
-            delivered()
-        for text in texts:
-            warn_at_user(text)
+        if self.state is not IDLE:  # else every rank raises it, or the backward has averaged
+            self.abandon()
 
     def abandon(self, *, opened: bool = True) -> None:
         """Note that a backward died of an exception; no `close` follows.
@@ -553,18 +546,15 @@ class Reducer:
                 heard of its error.
         """
         missed, self.missed = self.missed, False
-        if opened and self.phase is IDLE:
+        if self.state is not IDLE:
+            event = DIED
+        elif opened:
             self._died_at_its_end()
             return
+        else:  # the window may have begun again since it was missed
+            event = DIED_UNOPENED if missed or self._wiring.window.is_to_synchronise else DIED_UNNOTED
         self._completed_before = self.completed  # it has averaged nothing
-        synchronises = missed or self._wiring.window.is_to_synchronise  # the window may have begun again since
-        if self.phase is LOCAL or (self.phase is IDLE and not synchronises):
-            self._enter(IDLE)
-            self.accumulation.die()  # last, since a filter may turn its warning into an error
-        else:
-            self._enter(ABANDONED)
-            if not self._wiring.order.is_shared:
-                self._wiring.order.fail_alone()
+        self._move(event)
 
     def raised(self, error: BaseException, *, opened: bool, reached: Reached) -> None:
         """Note what has ended a backward: if memory has run out, the peers raise an error of that class, too.
@@ -575,7 +565,7 @@ class Reducer:
         for failed in self._wiring.events.backward_failed:
             failed()
         window, order = self._wiring.window, self._wiring.order
-        if self.phase is IDLE:
+        if self.state is IDLE:
             if opened:
                 self._died_at_its_end()
                 return
@@ -585,7 +575,7 @@ class Reducer:
                     self.abandon(opened=False)
                 return
             self.missed = reached(self.agreed.params, alone=True)
-        if self.missed or self.phase is not IDLE:
+        if self.missed or self.state is not IDLE:
             self._run.outcome.out_of_memory = isinstance(error, OutOfMemoryError)
             if self.missed or (order.is_shared and reached(self.agreed.params, alone=True)):
                 order.fail_alone()
@@ -608,12 +598,12 @@ class Reducer:
         self._in_use.report.hand_over()  # if an exception came before that, the next pack would write over it
         completed = run.delivered or self._complete_empty(self.agreed)
         self.accumulation.forget()  # also of a changed model, whose buckets were not sent
-        if completed and not self._uses_ready_lists:  # the peers are already in the vote on a change, or on the buckets
+        if completed and self._begins is not BEGINS:  # the peers are already in the vote on a change, or on the buckets
             decline = wiring.decline if self._change is None else self._change.decline
             completed = not decline(out_of_memory=run.outcome.out_of_memory)
         if run.reading is not None:
             self._forget_told(run.reading)
-        self._reset()
+        self._move(COMPLETED)
         wiring.order.settled()
         if completed:
             self.completed += 1
@@ -668,36 +658,35 @@ class Reducer:
 
     def _record(self, param: Any) -> None:
         """Record a ready mark. It is the hook of every parameter until the buckets are rebuilt."""
-        phase = self.phase
-        if phase is IDLE or phase is ABANDONED:  # `in` compares members by value, too: 0.1 us for each gradient
+        if TRANSITIONS[self.state, READY][0] is OPEN:
             self._open_unannounced()
-            phase = self.phase
         self._in_use.recorded.append(param)
-        if phase is LOCAL and self.accumulation.feeds:
+        if self.state is LOCAL and self.accumulation.feeds:
             order = self._in_use.order_of(param)
             self._in_use.ready[order].entries.append(param)
             if self.accumulation.takes_parts:  # how often a gradient becomes ready is not known yet
                 self._examine(order, param)
 
     def _examine(self, order: int, param: Any) -> None:
-        """Send what is complete, unless a hook of the program still follows: `param` of bucket `order` became ready."""
-        if self.phase is REDUCING:
+        """Do what the table says: `param` of bucket `order` became ready. A hook of the program may still follow."""
+        action, _ = TRANSITIONS[self.state, READY]
+        if action is SEND:
             if len(param._post_accumulate_grad_hooks or ()) <= 1 or self._wiring.come_last(param):
                 self._send_next()
-        elif self.phase is LOCAL:
+        elif action is ACCUMULATE:
             if self._in_use.ready[order].is_complete:
                 self.accumulation.ready(order)
-        elif self.phase in RESTING:
+        elif action is OPEN:
             self._open_unannounced()  # what is complete by this one is sent later: hooks may still follow
 
     def _open_unannounced(self) -> None:
         """Open a backward that no output of the wrapper has announced so far, unless one still may."""
-        if self.phase is IDLE and self._wiring.window.may_be_announced(nested=backward_is_nested()):
+        if self.state is IDLE and self._wiring.window.may_be_announced(nested=backward_is_nested()):
             self._wiring.open_at_end()
         else:
             self._wiring.open_backward()
 
-    def _look_at_graph(self, phase: Phase, *, announced: bool) -> None:
+    def _look_at_graph(self, *, announced: bool) -> None:
         """Note what the graph of a backward tells, at its beginning."""
         run, wiring = self._run, self._wiring
         if wiring.order.is_shared:
@@ -707,7 +696,7 @@ class Reducer:
         run.asks_graph = announced and not self._in_use.hidden
         if not announced:
             return
-        if phase is not REDUCING:
+        if self.state is not REDUCING:
             run.unreached = unreached(self._in_use.params)
         elif wiring.asks_graph:
             self._leave_out()
@@ -736,7 +725,7 @@ class Reducer:
     def _send_due(self, ended: bool) -> None:
         """Send buckets for which this backward has no more gradients, since another model of the group sends now."""
         run, in_use = self._run, self._in_use
-        if self.phase is not REDUCING or run.next >= len(in_use.buckets) - 1 or run.backward != running_backward():
+        if self.state is not REDUCING or run.next >= len(in_use.buckets) - 1 or run.backward != running_backward():
             return
         if ended:
             self._send_next(rest=True, complete=self._note_stragglers())
@@ -756,7 +745,7 @@ class Reducer:
         # In plan order, not in the order of completion: collectives must match on all ranks. The last bucket is sent
         # when backward has ended, because its report says whether all went well. Its gradients arrive last anyway.
         run, in_use = self._run, self._in_use
-        order = self._wiring.order
+        order, track = self._wiring.order, self._wiring.track
         end = len(in_use.buckets) if last else len(in_use.buckets) - 1
         try:
             while run.next < end:
@@ -764,7 +753,7 @@ class Reducer:
                 all_there = complete or ready.is_complete
                 if not (all_there or rest):
                     return
-                self._wiring.track.tell(BACKWARD, self.completed, run.next)
+                track.board.place = track.wrapper, BACKWARD, self.completed, run.next
                 if order.turns.turn != order.key:
                     order.take_turn(run.next)
                 if bucket.state is FREE:
@@ -800,7 +789,7 @@ class Reducer:
                 run.outcome.late += tuple(index for index in bucket.missing if params[index].grad is not None)
         if any(map(_leaves_out_of, ready)):
             in_use.hidden |= any(one.unexpected() for one in ready)
-        if self.phase is REDUCING:
+        if self.state is REDUCING:
             incomplete = [one for one in ready[run.next :] if one.leaves_out or not one.is_complete]
             if not incomplete:
                 return True
@@ -809,7 +798,7 @@ class Reducer:
             seen = set(map(id, in_use.recorded))
             missing = [param for param in in_use.params if id(param) not in seen]
         self._note_frozen(missing)
-        if self.phase is REDUCING and run.next < len(ready) - 1 and in_use.waiting_for(run.next):
+        if self.state is REDUCING and run.next < len(ready) - 1 and in_use.waiting_for(run.next):
             blocking = ready[run.next]
             blocking.held_up += 1
             self._warn(self._unused.held_up(blocking.held_up, in_use.names_of(blocking.missing())))
@@ -840,7 +829,7 @@ class Reducer:
             if orders:
                 self.accumulation.finish(orders)
         finally:
-            self._enter(IDLE)
+            self._move(ENDED)
         self._tell_of_end(added=bool(orders))
 
     def _tell_of_end(self, *, added: bool) -> None:
@@ -849,6 +838,7 @@ class Reducer:
 
     def _learn_of_change(self) -> None:
         """Learn which ranks have changed, and go on with the new buckets if all have changed in the same way."""
+        self._let_others_send()
         change, run = self._change, self._run
         assert change is not None
         buckets = change.outdated.buckets
@@ -868,14 +858,33 @@ class Reducer:
             change.agree()
         except BaseException:
             self.accumulation.forget()
-            self._reset()
+            self._move(REFUSED)
             raise
         run.next = 0
         run.outcome.changed, run.outcome.frozen = False, self._frozen
 
-    def _receive(self) -> Reading:
+    def _let_others_send(self) -> None:
+        """Send all buckets but the last ones, also those of other models, as on ranks that miss no gradient."""
+        if self._wiring.order.another_is_open:
+            self._send_due(ended=True)
+            self._wiring.order.let_others_send(ended=True)
+
+    def _send_rest(self) -> None:
+        """Send what is left; the report goes with the last bucket."""
+        run = self._run
+        if self._wiring.order.turns.opened:
+            self._let_others_send()
+        complete = True
+        for order, ready in enumerate(self._in_use.ready):
+            is_usual = len(ready.entries) == ready.sent if order < run.next else ready.is_complete
+            if ready.leaves_out or not is_usual:
+                complete = self._note_stragglers()
+                break
+        self._send_next(rest=True, complete=complete, last=True)
+
+    def _receive(self) -> None:
         """Wait for all buckets, deliver those that do not depend on the report, and read the report."""
-        report, outcome = self._in_use.report, self._run.outcome
+        report, outcome, track = self._in_use.report, self._run.outcome, self._wiring.track
         buckets, well = self._in_use.buckets, outcome.well
         last = len(buckets) - 1
         # NCCL runs the buckets on one stream, so the wait for the last one is a wait for all before it.
@@ -884,7 +893,7 @@ class Reducer:
             if rides and bucket.rides and order < last and bucket.state is FLIGHT:
                 continue
             if len(buckets) > 1:  # with one bucket, the track has not changed since it was sent
-                self._wiring.track.tell(BACKWARD, self.completed, order)
+                track.board.place = track.wrapper, BACKWARD, self.completed, order
             if bucket.state is FLIGHT:
                 bucket.wait()
             if bucket.error is not None:  # a communication hook may fail that late
@@ -902,7 +911,7 @@ class Reducer:
         # After the first backward the ranks agree on the buckets, and a rank that has failed would not take part.
         all_read = self._wiring.order.hears_at_once or not self.rebuilt
         wait = all_read or not well or bool(outcome.missing)
-        return self._read(report, wait=wait, gather=all_read or report.is_on_cpu)
+        self._run.reading = self._read(report, wait=wait, gather=all_read or report.is_on_cpu)
 
     def _read(self, report: Report, *, wait: bool, gather: bool) -> Reading:
         """Read the report, and do what a rank has asked all ranks for, failed or not."""
@@ -927,13 +936,19 @@ class Reducer:
                 if bucket.state is LANDED:
                     bucket.discard()
         finally:
-            self._reset()
+            self._move(REFUSED)
         self._forget_told(reading)
         raise error_of(text, out_of_memory=reading.out_of_memory) from cause
 
     def _deliver_rest(self) -> None:
-        """Deliver what has waited for the report, which says that all is well on every rank."""
+        """Deliver what has waited for the report, if all is well on every rank. Else raise on all of them.
+
+        Where gradients are missing, the report tells which parameters some rank has used.
+        """
         run, report = self._run, self._in_use.report
+        assert run.reading is not None
+        if run.reading is not ALL_WELL and not run.reading.all_well:
+            self._fail(run.reading)
         if run.delivered:
             return
         missing = run.outcome.missing
@@ -944,7 +959,7 @@ class Reducer:
                     bucket.deliver(untouched)
             unused = [index for index in missing if index not in run.outcome.frozen]
             self._warn(self._unused.warning(unused, len(untouched.intersection(unused)), self._in_use.names))
-        if not report.was_read:
+        if not (report.is_on_cpu or report.was_read):
             self._wiring.spoil(report)
         run.delivered = True
 
@@ -956,8 +971,24 @@ class Reducer:
         hidden = any(id(param) in recorded for param in self._run.unreached)
         error = self._wiring.rebuild(list(counts), marks, hidden)
         if error is not None:
-            self._reset()
+            self._move(REFUSED)
             raise error
+
+    def _complete(self) -> None:
+        """End the backward, and warn. All is delivered, and the peers wait for nothing."""
+        for order, ready in enumerate(self._in_use.ready):
+            if ready.uncertain:
+                self._in_use.learn_early(ready)
+            if ready.entries and ready.entries[-1] is not ready.sentinel and ready.choose_sentinel():
+                self._install_hooks_of(order)
+        texts, wiring = self._run.warnings, self._wiring
+        if wiring.lost.steps and not (wiring.window.excused or wiring.window.without_inputs):
+            wiring.lost.forget()  # all ranks have lost as many, or hear of it in the next backward
+        self._move(AVERAGED)
+        for delivered in wiring.events.delivered:
+            delivered()
+        for text in texts:
+            warn_at_user(text)
 
     def _install_hooks_of(self, order: int) -> None:
         inside = self.buckets[order].plan.params
@@ -995,17 +1026,24 @@ class Reducer:
     def _any_ready(self) -> bool:
         return bool(self._in_use.recorded) or any(map(_entries_of, self._in_use.ready))
 
-    def _enter(self, phase: Phase) -> None:
-        self._wiring.track.tell(BETWEEN if phase in RESTING else BACKWARD, self.completed)
-        if phase in RESTING:
-            self._wiring.order.close()
-            self._clear_ready()
-        self.phase = phase  # last, so that an error before leaves the phase as it was
-
-    def _clear_ready(self) -> None:
+    def _move(self, event: Event) -> None:
+        """Do what the table says; nothing else assigns the state."""
+        action, after = TRANSITIONS[self.state, event]
+        wiring, run, completed = self._wiring, self._run, self.completed
+        track = wiring.track
+        if action is ENTER:
+            track.board.place = track.wrapper, BACKWARD, completed, -1
+            self.state = after
+            return
+        if action is FORGET or action is COUNT:
+            wiring.window.begin()
+            run, completed = _Run(), completed + (action is COUNT)
+        track.board.place = track.wrapper, BETWEEN, completed, -1
+        if wiring.order.turns.opened or wiring.order.turns.first:
+            wiring.order.close()
         self._in_use.clear()
-
-    def _reset(self) -> None:
-        self._wiring.window.begin()
-        self._enter(IDLE)
-        self._run = _Run()
+        self.state, self._run, self.completed = after, run, completed  # last, after what an exception may strike
+        if action is DROP:
+            self.accumulation.die()  # a filter may turn its warning into an error
+        elif action is OWE and not wiring.order.is_shared:
+            wiring.order.fail_alone()

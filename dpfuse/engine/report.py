@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from operator import attrgetter, mul
+from operator import attrgetter, methodcaller, mul
 from typing import NamedTuple, cast
 
 import torch
@@ -33,6 +33,7 @@ UNTOLD, HASH_BITS = "some field", 32  # the hash of the whole numbers of all fie
 Guard = Callable[[Tensor, "tuple[Tensor, Tensor] | None"], None]
 
 _asks = attrgetter("asks")
+_number_of = methodcaller("value")
 
 
 @dataclass(slots=True)
@@ -223,12 +224,12 @@ class Report:
         self._uncopied: tuple[Tensor, Tensor] | None = None  # of this backward: from the device, to the host
         self._before: Report | None = None  # what this one has replaced, while that has something to tell
         self._usual = b""  # the pairs that said last that all is well
+        self._told = ALL_WELL  # what every rank has heard last
 
     def source(self, outcome: Outcome) -> Tensor:
         """Return what this rank packs, [numel]."""
         self._sums = None
-        values: list[object] = [each.value() for each in self._fields]
-        values += map(_asks, self._questions)
+        values: list[object] = [*map(_number_of, self._fields), *map(_asks, self._questions)]
         values += not (self._window.without_inputs or self._window.excused), outcome.frozen
         usual = outcome.well and not (outcome.changed or outcome.missing)
         if values == self._values and usual:
@@ -350,8 +351,9 @@ class Report:
             host = self._host
             if host is None or host.values is not sums.parts.told:
                 host = self._host = _HostPairs(sums.parts.told)
-            reading = ALL_WELL if self._is_usual(host) else self._interpret(host.values.tolist())
-            self._tell_of(reading)
+            reading = self._reading_of(host)
+            if reading is not self._told:
+                self._tell_of(reading)
             if reading is ALL_WELL:
                 return reading
         elif not wait:
@@ -446,7 +448,7 @@ class Report:
 
     def _tell_of(self, reading: Reading) -> None:
         """Note what every rank has heard by now."""
-        self.asked = reading.asked
+        self._told, self.asked = reading, reading.asked
         for place, compared in self._bits.items():
             compared.differs = place.name in reading.told
             if compared.differs and place.question is not None:
@@ -521,19 +523,16 @@ class Report:
         return self._reading_of(self._host)
 
     def _reading_of(self, host: _HostPairs) -> Reading:
-        return ALL_WELL if self._is_usual(host) else self._interpret(host.values.tolist())
-
-    def _is_usual(self, host: _HostPairs) -> bool:
-        """Whether all is well, nothing differs and no rank asks, as in nearly every backward."""
+        """Return what these pairs say: in nearly every backward that all is well, nothing differs and no rank asks."""
         memory = host.memory.raw
         if memory == self._usual:
-            return True
+            return ALL_WELL
         told = host.values.tolist()
         ones, zeros = told[::2], told[1::2]
         if any(ones[: self._flags]) or any(map(mul, ones, zeros)):
-            return False
+            return self._interpret(told)
         self._usual = memory  # the ranks compare other numbers now, and have the same ones
-        return True
+        return ALL_WELL
 
 
 class _Parts(NamedTuple):

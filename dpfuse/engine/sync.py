@@ -20,6 +20,7 @@ from dpfuse.comm.waiting import Track, board_of, leave
 from dpfuse.engine.assembly import Assembly
 from dpfuse.engine.autograd import BackwardWatch
 from dpfuse.engine.averaging import averaging_for
+from dpfuse.engine.backward import IDLE, State
 from dpfuse.engine.bucket import GradBucket, Surroundings
 from dpfuse.engine.bucket_set import BucketSet
 from dpfuse.engine.events import Events, Watcher, overridden
@@ -29,7 +30,6 @@ from dpfuse.engine.host_memory import keep_freed_memory
 from dpfuse.engine.listening import Listening, ReadyRecorder, Wrap
 from dpfuse.engine.local_part import leaf_of
 from dpfuse.engine.lost_steps import LostSteps
-from dpfuse.engine.phase import IDLE, Phase
 from dpfuse.engine.plan import BucketPlan, rebuild_plan
 from dpfuse.engine.reducer import Decline, Reducer, Wiring
 from dpfuse.engine.report import Guard, Report
@@ -164,9 +164,9 @@ class GradSync:
         return self.reducer.buckets
 
     @property
-    def phase(self) -> Phase:
+    def state(self) -> State:
         """That of the backward that is open, if any."""
-        return self.reducer.phase
+        return self.reducer.state
 
     @property
     def completed(self) -> int:
@@ -238,7 +238,7 @@ class GradSync:
         Raises:
             DPFuseError: a rank has no memory for them; raised on every rank, and nothing has changed.
         """
-        assert self.reducer.phase is IDLE
+        assert self.reducer.state is IDLE
         assert not self.reducer.change
         assert plan.specs == self.plan.specs
         self.reducer.accumulation.release()
@@ -392,9 +392,9 @@ class GradSync:
         return any(id(leaf_of(param)) in ours for group in optimizer.param_groups for param in group["params"])
 
     def _check_idle(self, what: str) -> None:
-        if self.reducer.phase is not IDLE:
+        if self.reducer.state is not IDLE:
             raise DPFuseError(
-                f"rank {self.group.rank()}: {what} while a backward is {self.reducer.phase.name}, expected it between "
+                f"rank {self.group.rank()}: {what} while a backward is {self.reducer.state.name}, expected it between "
                 "backwards."
             )
 

@@ -6,6 +6,8 @@ matters. Knows no tensor, no rank and no group.
 
 from __future__ import annotations
 
+from functools import partial
+
 from dpfuse.engine.asked import AFTER, NOTHING
 from dpfuse.engine.report_layout import Field
 
@@ -27,16 +29,15 @@ class Window:
         require_sync: whether backwards of the next forwards are synchronised; `no_sync()` switches it off.
         without_inputs: whether this rank has no inputs, and only takes part for ranks that still have some.
         excused: whether a forward has raised in this window. What the rank runs in its place is not compared.
-        compares_backwards: False while ranks give weights, which say how much each of them has.
         died: whether a backward that was not synchronised died in this window.
         began: the window in which the forward that is running began, if it counts.
+        of_outputs: whether the running backward went through a watched output.
     """
 
     def __init__(self, *, counts_forwards: bool = True, counts_backwards: bool = True) -> None:
         self.require_sync = True
         self.without_inputs = False
         self.excused = False
-        self.compares_backwards = True
         self.died = False
         self.began = NEVER
         self._reached = True  # whether the outputs that were reached last are of a forward that counts
@@ -44,11 +45,12 @@ class Window:
         self._counts_backwards = counts_backwards
         self._number = NEVER
         self._backwards = 0
+        self._told = 0  # how many of them the ranks compare
         self._forwards = 0
         self._asked = NOTHING
         self._outputs_watched = True  # those of the last forward that decides
         self._watched = True  # whether the outputs of the last forward are watched
-        self._of_outputs = True  # whether the running backward went through a watched output
+        self.of_outputs = True
         self.begin()
 
     @property
@@ -64,7 +66,7 @@ class Window:
     def begin(self) -> None:
         """Begin a new window after a synchronised backward, failed or not."""
         self._number += 1
-        self._backwards = self._forwards = 0
+        self._backwards = self._told = self._forwards = 0
         self.died = self.excused = False
         self._asked, self._outputs_watched = NOTHING, True
 
@@ -130,7 +132,7 @@ class Window:
 
     def reached(self, window: int) -> None:
         """Note that a backward first reaches outputs of a forward; `window` is the value of `began` in that forward."""
-        self._of_outputs = True
+        self.of_outputs = True
         self._reached = window != NEVER
         # A forward no longer counts once its window is over: its outputs may have their backward later, and a
         # training step may run whole backwards inside its forward.
@@ -139,7 +141,7 @@ class Window:
 
     def backward_begins(self, *, announced: bool) -> bool:
         """Note that a backward begins, and decide whether it synchronises; `announced`: a watched output told it."""
-        self._of_outputs = announced or not self._watched
+        self.of_outputs = announced or not self._watched
         asked, is_of_eval = self._asked, announced and not self._reached
         self._reached = True  # the next one may reach no output
         if asked.by_eval and is_of_eval:
@@ -155,13 +157,14 @@ class Window:
         If it went through no output, it counts as the backward of all forwards so far: where a batch has nothing to
         learn from, the loss is often the sum of all parameters times 0.
         """
-        if not self._of_outputs:
+        if not self.of_outputs:
             self.forget_forwards()
 
     def backward_ends(self) -> None:
         """Count a backward that accumulated gradients and was not synchronised."""
         self.gradients_accumulated()
         self._backwards += 1
+        self._told += self._counts_backwards
 
     def backward_dies(self) -> None:
         """Note that an exception ended a local backward, so the gradients of this window are incomplete.
@@ -169,20 +172,24 @@ class Window:
         A program that begins the window again has the right count at its end. One that goes on has not. With weights,
         backwards are not counted, and `died` is compared instead.
         """
-        self._backwards = 0
+        self._backwards = self._told = 0
         self.died = True
 
     def begin_again(self) -> None:
         """Begin the window again, since what was accumulated in it was dropped."""
-        self._backwards = 0
+        self._backwards = self._told = 0
         self.died = False
+
+    def tell_no_backwards(self) -> None:
+        """Compare no backwards of this window: ranks give weights, which say how much each of them has."""
+        self._told = 0
 
     def fields(self) -> list[Field]:
         """Return the fields that the report compares."""
         return [
             Field(
                 "backwards",
-                lambda: self._backwards if self.compares_backwards and self._counts_backwards else 0,
+                partial(getattr, self, "_told"),  # in C, as each backward calls it
                 lambda number: f"has run {_counted(number + 1, 'backward')} since the last averaged one",
                 "Enter no_sync() on all ranks or on none, and for as many batches; where windows are to differ in "
                 "length, call set_gradient_weight() for each. Where one rank would skip a batch, its loss can be "
@@ -191,7 +198,7 @@ class Window:
             ),
             Field(
                 "forwards",
-                lambda: self._forwards if self._counts_forwards else 0,
+                partial(getattr, self, "_forwards") if self._counts_forwards else int,
                 lambda number: f"has run {_counted(number, 'forward')} without a backward",
                 "If the forward was only for a log or an evaluation, run it under torch.no_grad(), or in eval mode. If "
                 "a rank dropped a batch after its forward, keep the ranks in step: skip a batch on all ranks or on "

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dpfuse.engine.backward import ABANDONED, IDLE
 from dpfuse.engine.bucket import GradBucket
 from dpfuse.engine.comm_buffer import CommBuffer
 from dpfuse.engine.feature import Engine, Feature
-from dpfuse.engine.phase import ABANDONED, IDLE
 from dpfuse.engine.plan import Bucket
 from dpfuse.engine.protocols import PackArguments, PackStep
 from dpfuse.engine.report import Report
@@ -93,7 +94,7 @@ class GradientFactors(Feature):
     def join(self, engine: Engine) -> None:
         """As `Feature.join`. The ranks compare what they do with gradients, whether it is attached or not."""
         self._engine, layout = engine, engine.layout
-        layout.compare(Field("handling", lambda: self._handling, _handling_words, REMEDY, bits=4))
+        layout.compare(Field("handling", partial(getattr, self, "_handling"), _handling_words, REMEDY, bits=4))
         self._place = layout.register("nonfinite", 1)
         self.weight.register(layout)
 
@@ -104,10 +105,10 @@ class GradientFactors(Feature):
             TypeError, ValueError: as `GradientWeight.set`.
             DPFuseError: a backward is running, or these gradients cannot be weighed.
         """
-        phase = self._engine.phase
-        if phase not in (IDLE, ABANDONED):
+        state = self._engine.state
+        if state not in (IDLE, ABANDONED):
             raise DPFuseError(
-                f"set_gradient_weight() was called while a backward is {phase.name}, expected it before. "
+                f"set_gradient_weight() was called while a backward is {state.name}, expected it before. "
                 "Call it once the batch of this rank is known."
             )
         if weight is not None:
@@ -149,7 +150,7 @@ class GradientFactors(Feature):
         weighs = self.weight.begins(buckets[0].averaging.pre_scale * buckets[0].averaging.post_scale)
         if weighs:
             self._refuse_weights()  # a hook may have come since
-        self._window.compares_backwards = not weighs
+            self._window.tell_no_backwards()
         kind = (1 if self.weight.reduction == "mean" else 2) + 4 * self._window.died
         self._handling = unscales + weighs * 2 * kind
 
@@ -168,7 +169,6 @@ class GradientFactors(Feature):
             ids = frozenset(id(param) for bucket in self._engine.buckets for param in bucket.delivered())
             self.loss_scale.delivered(ids, somewhere.float(), unscaled=self._unscales)
         self._factor, self._found, self._report, self._handling = None, None, None, 0
-        self._window.compares_backwards = True
         multiplier = self.weight.delivered(report)
         if multiplier is not None:
             Gradients.delivered(self._engine.buckets).multiply(multiplier)

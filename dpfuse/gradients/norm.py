@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from dpfuse.engine.backward import ABANDONED, IDLE
 from dpfuse.engine.bucket import GradBucket
-from dpfuse.engine.phase import ABANDONED, IDLE
 from dpfuse.engine.reducer import Reducer
 from dpfuse.errors import DPFuseError
 from dpfuse_kernels import MxTable, PointerTable, multiply, squared_norm
@@ -250,15 +250,15 @@ class GradientReader:
 
 def refuse_running(reducer: Reducer, rank: int) -> None:
     """Raise DPFuseError unless gradients can be read now, for their norm or for a step of a sharded optimizer."""
-    if reducer.phase is ABANDONED:
+    if reducer.state is ABANDONED:
         raise DPFuseError(
             f"rank {rank}: the gradients are needed for their norm or for a step, and the last backward raised an "
             "exception, expected one that has returned. They are those of a part of a backward: call zero_grad(), and "
             "go on with the next batch."
         )
-    if reducer.phase is not IDLE:
+    if reducer.state is not IDLE:
         raise DPFuseError(
-            f"rank {rank}: the norm of the gradients was asked for while a backward is {reducer.phase.name}, expected "
+            f"rank {rank}: the norm of the gradients was asked for while a backward is {reducer.state.name}, expected "
             "it between backwards. Ask once backward() has returned."
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from threading import get_ident
 from typing import Any
 from weakref import WeakMethod
 
@@ -12,7 +13,8 @@ from torch import nn
 
 from dpfuse.comm import votes
 from dpfuse.comm.completion import let_threads_finish_at_exit
-from dpfuse.comm.waiting import LOSS, Board, board_of
+from dpfuse.comm.waiting import FORWARD, LOSS, Board, board_of
+from dpfuse.engine.backward import ABANDONED, IDLE, RESTING
 from dpfuse.engine.bucket_set import names_of
 from dpfuse.engine.events import Inputs, Watcher
 from dpfuse.engine.exchanges.comm_hook import CommHook
@@ -23,7 +25,6 @@ from dpfuse.engine.listening import Wrap
 from dpfuse.engine.local_part import LocalPart, is_divided, leaf_of
 from dpfuse.engine.micro_batches import MicroBatches
 from dpfuse.engine.param_spec import grad_dtype_of
-from dpfuse.engine.phase import ABANDONED, IDLE, RESTING
 from dpfuse.engine.plan import BucketPlan
 from dpfuse.engine.settings import SyncSettings
 from dpfuse.engine.sync import GradSync
@@ -237,13 +238,15 @@ class ModuleSync:
             DPFuseError: the last backward was not averaged, or the ranks can no longer reach each other.
         """
         reducer, window = self.grads.reducer, self.window
-        self.grads.track.begin(reducer.completed)
+        track = self.grads.track
+        track.board.thread = get_ident()
+        track.board.place = track.wrapper, FORWARD, reducer.completed, -1
         watch = self.grads.listening.watch
         if watch.unopened:
             watch.look_back()
-        if reducer.phase is ABANDONED or self.grads.order.turns.failed:
+        if reducer.state is ABANDONED or self.grads.order.turns.failed:
             self.complete_failed()
-        idle, own_tensors = reducer.phase is IDLE, True
+        idle, own_tensors = reducer.state is IDLE, True
         if self.grads.lost.begun is not None and self._dividing is None:  # an optimizer that divides tells it itself
             self.grads.lost.look(reducer.completed)
         if idle:
@@ -280,7 +283,7 @@ class ModuleSync:
         reducer = self.grads.reducer
         if reducer.missed:
             reducer.abandon(opened=False)
-        if reducer.phase is ABANDONED:
+        if reducer.state is ABANDONED:
             reducer.drain()
         if self._factors_due:
             self.attach_factors()
@@ -288,7 +291,7 @@ class ModuleSync:
     def stop_reason(self) -> StopReason | None:
         """Why all ranks stop, if they do. A rank whose backward has failed takes part in it first, to hear of it."""
         reducer = self.grads.reducer
-        if reducer.phase is ABANDONED or self.grads.order.turns.failed:
+        if reducer.state is ABANDONED or self.grads.order.turns.failed:
             self.complete_failed()
         return self.stop.reason()
 
@@ -305,7 +308,8 @@ class ModuleSync:
     def after_forward(self, outputs: Any, *, takes_part: bool = True) -> None:
         """To be called with the outputs of that forward, and what `before_forward` returned."""
         reducer = self.grads.reducer
-        self.grads.track.tell(LOSS, reducer.completed)
+        track = self.grads.track
+        track.board.place = track.wrapper, LOSS, reducer.completed, -1
         if not takes_part:
             return
         watched = self.grads.listening.watch.watch(outputs, self.window.began)
@@ -370,7 +374,7 @@ class ModuleSync:
         """Have gradients multiplied from the next backward on; a model that never asks for that has no cost of it."""
         if self.factors.attached:
             return
-        self._factors_due = self.grads.reducer.phase is not IDLE  # then once what is in flight is drained
+        self._factors_due = self.grads.reducer.state is not IDLE  # then once what is in flight is drained
         if not self._factors_due:
             self.factors.attached = True
             self.grads.add_feature(self.factors, joined=True)
@@ -391,12 +395,12 @@ class ModuleSync:
 
     def _refuse_running(self, what: str, remedy: str = "") -> None:
         """Complete a backward that has failed. Raise DPFuseError if `what` was done while one is running."""
-        if self.grads.reducer.phase in RESTING:
+        if self.grads.reducer.state in RESTING:
             self.complete_failed()
-        phase = self.grads.reducer.phase
-        if phase is not IDLE:
+        state = self.grads.reducer.state
+        if state is not IDLE:
             raise DPFuseError(
-                f"rank {self.grads.group.rank()}: {what} while a backward is {phase.name}, expected it between "
+                f"rank {self.grads.group.rank()}: {what} while a backward is {state.name}, expected it between "
                 f"backwards.{remedy}"
             )
 

@@ -25,9 +25,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dpfuse.comm import collective
+from dpfuse.engine.backward import ABANDONED, IDLE, LOCAL
+from dpfuse.engine.backward import State as BackwardState
 from dpfuse.engine.comm_buffer import CommBuffer
 from dpfuse.engine.feature import Engine, Feature
-from dpfuse.engine.phase import ABANDONED, IDLE, LOCAL, Phase
 from dpfuse.engine.plan import Bucket
 from dpfuse.engine.protocols import PackStep
 from dpfuse.engine.report import Compared, Report
@@ -87,7 +88,7 @@ class Averages(Protocol):
         """The number of averages."""
 
     @property
-    def phase(self) -> Phase:
+    def state(self) -> BackwardState:
         """That of the backward that is open."""
 
     @property
@@ -260,16 +261,16 @@ class WeightsCheck(Feature):
 
         After steps inside a backward that is told when it is averaged.
         """
-        state, phase, steps = self._state, self._averages.phase, self._steps
-        if state is OFF or (state is FIRST and phase is IDLE):
+        state, backward, steps = self._state, self._averages.state, self._steps
+        if state is OFF or (state is FIRST and backward is IDLE):
             return
         owner = steps.owners.found.get(ref(optimizer))
         if owner is None or owner.groups != len(optimizer.param_groups):
             owner = steps.owners.look_at(optimizer, self._ids)
         if not owner.steps:
             return
-        if phase is not IDLE:
-            steps.inside = steps.inside or phase not in (LOCAL, ABANDONED)
+        if backward is not IDLE:
+            steps.inside = steps.inside or backward not in (LOCAL, ABANDONED)
             return
         event = STEP
         schedule, tensors = self._schedule, self._tensors

@@ -7,12 +7,12 @@ import torch
 from torch import nn
 
 import dpfuse
-from bench.bench_checks import METRICS, WRAPS, NoReport, NoSignature, NoTrack, NoWindow, time_checks, without_checks
+from bench.bench_checks import METRICS, WRAPS, NoReport, NoSignature, NoWindow, time_checks, without_checks
 from bench.goals import Entry, judge
 from bench.models import chain
 from bench.step_time import Effort
 
-REPLACED = (NoWindow, NoSignature, NoReport, NoTrack)
+REPLACED = (NoWindow, NoSignature, NoReport)
 
 
 def few_steps(rank: int, size: int) -> list[str]:
@@ -32,7 +32,7 @@ def test_gradients_are_averaged_with_and_without(ranks):
 
 def parts(model: dpfuse.DataParallel) -> list[object]:
     sync = model._sync
-    return [sync.window, sync._follower._signature, sync.grads.reducer.buckets[-1].parts.report, sync.grads.track]
+    return [sync.window, sync._follower._signature, sync.grads.reducer.buckets[-1].parts.report]
 
 
 def test_every_check_has_its_stand_in(rank: int, size: int) -> None:

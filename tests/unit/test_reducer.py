@@ -17,13 +17,13 @@ import torch
 from torch import nn
 
 from dpfuse.comm.waiting import Track
+from dpfuse.engine.backward import State
 from dpfuse.engine.bucket import FLIGHT, FREE, LANDED
 from dpfuse.engine.bucket_set import BucketSet
 from dpfuse.engine.events import Events, Watcher
 from dpfuse.engine.feeds.accumulating import Accumulating
 from dpfuse.engine.lost_steps import LostSteps
 from dpfuse.engine.param_spec import ParamSpec
-from dpfuse.engine.phase import Phase
 from dpfuse.engine.plan import plan_buckets
 from dpfuse.engine.protocols import Delivery, Feed
 from dpfuse.engine.reducer import Reducer, Wiring
@@ -209,12 +209,20 @@ class Bench:
     def open_at_end(self):
         self.at_end += 1
 
+    def open(self):
+        """As `BackwardWatch` opens a backward."""
+        try:
+            self.reducer.open(announced=True)
+        except BaseException:
+            self.reducer.abandon(opened=False)
+            raise
+
     def mark(self, *order):
         for index in order:
             self.hooks[index](self.params[index])
 
     def backward(self, order=None):
-        self.reducer.open(announced=True)
+        self.open()
         self.mark(*(range(len(self.params))[::-1] if order is None else order))
         self.reducer.close(lambda: True)
 
@@ -238,14 +246,14 @@ class Bench:
 def test_the_first_synchronised_backward_is_recorded_and_sent_at_its_end():
     bench = Bench()
     bench.reducer.open(announced=True)
-    assert bench.reducer.phase is Phase.RECORDING
+    assert bench.reducer.state is State.RECORDING
     for index in [4, 5, 2, 4, 1, 0]:
         bench.mark(index)
         assert bench.log == []
     bench.reducer.close(lambda: True)
     assert bench.orders("send") == [0, 1, 2, 3]
     assert bench.seen == [([5, 2, 4, 1, 0], [1, 1, 1, 0, 2, 1])]
-    assert (bench.reducer.phase, bench.reducer.completed) == (Phase.IDLE, 1)
+    assert (bench.reducer.state, bench.reducer.completed) == (State.IDLE, 1)
 
 
 def test_only_one_parameter_of_each_bucket_has_a_hook_in_python():
@@ -290,9 +298,9 @@ def test_a_backward_through_no_watched_output_takes_the_state_of_no_sync_then(wa
     bench.window.request(False, watched=watched)
     bench.mark(5)
     if watched:  # its outputs may still be reached
-        assert (bench.reducer.phase, bench.at_end) == (Phase.IDLE, 1)
+        assert (bench.reducer.state, bench.at_end) == (State.IDLE, 1)
         bench.reducer.open(announced=False)  # they were not
-    assert bench.reducer.phase is (Phase.REDUCING if watched else Phase.LOCAL)
+    assert bench.reducer.state is (State.REDUCING if watched else State.LOCAL)
 
 
 # --- An exchange for which a rank asks ---
@@ -326,21 +334,21 @@ def test_a_rank_that_drains_answers_too():
 def unaveraged(bench):
     """A backward that went through no output of the wrapper, and reached no sentinel."""
     bench.mark(4, 2)
-    assert bench.reducer.phase is Phase.IDLE
+    assert bench.reducer.state is State.IDLE
 
 
 def drained_by_all(bench):
     """A backward that died on every rank is drained."""
-    assert bench.reducer.phase is Phase.ABANDONED
+    assert bench.reducer.state is State.ABANDONED
     bench.report.reading = Reading(any_failed=True)
     bench.reducer.drain()
-    assert bench.reducer.phase is Phase.IDLE
+    assert bench.reducer.state is State.IDLE
     bench.report.reading = ALL_WELL
     bench.log.clear()
 
 
 OPTIMIZER = {
-    "open": lambda bench: bench.reducer.open(announced=True),
+    "open": Bench.open,
     "no_sync": lambda bench: setattr(bench.reducer, "require_sync", False),
     "forward": lambda bench: bench.reducer.refuse_unaveraged(),
     "step": lambda bench: torch.optim.SGD(bench.params, lr=0.1).step(),
@@ -439,7 +447,7 @@ def test_a_warning_that_is_an_error_comes_when_all_is_delivered():
         warnings.simplefilter("error")
         bench.backward([4, 3, 2, 1, 0])
     assert sorted(bench.orders("deliver")) == [0, 1, 2, 3]
-    assert (bench.reducer.phase, bench.reducer.completed) == (Phase.IDLE, 2)
+    assert (bench.reducer.state, bench.reducer.completed) == (State.IDLE, 2)
 
 
 # --- Errors, and backwards that die ---
@@ -456,7 +464,7 @@ def test_a_backward_that_dies_after_the_gradients_were_averaged_declines_the_vot
     object.__setattr__(bench.reducer._wiring, "rebuild", interrupted)
     with pytest.raises(KeyboardInterrupt):
         bench.backward()
-    assert bench.reducer.phase is Phase.ABANDONED
+    assert bench.reducer.state is State.ABANDONED
     bench.log.clear()
     bench.reducer.drain()
     assert bench.log == [("decline",)]
@@ -469,7 +477,7 @@ def test_an_error_of_the_rebuild_is_raised_once_the_reducer_is_ready_again():
     bench.refuse_rebuild = DPFuseError("no memory for them")
     with pytest.raises(DPFuseError, match="no memory for them"):
         bench.backward()
-    assert (bench.reducer.phase, bench.reducer.rebuilt) == (Phase.IDLE, False)
+    assert (bench.reducer.state, bench.reducer.rebuilt) == (State.IDLE, False)
     bench.refuse_rebuild = None
     bench.backward()
     assert bench.reducer.rebuilt
@@ -493,7 +501,7 @@ def test_a_watcher_that_refuses_a_backward_is_asked_before_anything_is_sent_and_
     watcher.refuses = True
     bench.window.request(True)
     with pytest.raises(DPFuseError, match="refused"):
-        bench.reducer.open(announced=True)
+        bench.open()
     assert bench.log == []
     drained_by_all(bench)
     watcher.refuses = False
@@ -562,7 +570,7 @@ def test_the_first_backward_of_a_model_is_not_captured():
         DPFuseError, match=r"rank 0: the first .* is captured in a CUDA graph; expected some steps before"
     ):
         bench.backward()
-    assert (bench.log, bench.reducer.phase) == ([], Phase.ABANDONED)
+    assert (bench.log, bench.reducer.state) == ([], State.ABANDONED)
 
 
 def test_a_parameter_without_gradient_is_named_in_a_capture():
@@ -572,7 +580,7 @@ def test_a_parameter_without_gradient_is_named_in_a_capture():
         bench.backward([5, 4, 2, 1, 0])
     assert ("discard", 1) in bench.log
     assert ("deliver", 1) not in bench.log
-    assert bench.reducer.phase is Phase.IDLE
+    assert bench.reducer.state is State.IDLE
 
 
 def test_a_pack_that_fails_in_a_capture_is_reported_and_nothing_is_read():
@@ -580,7 +588,7 @@ def test_a_pack_that_fails_in_a_capture_is_reported_and_nothing_is_read():
     bench.buckets[0].fails = ValueError("2 of 2 tensors are not where the last call found them")
     with pytest.raises(DPFuseError, match="rank 0 could not pack its gradients: 2 of 2 tensors are not where"):
         bench.backward()
-    assert bench.reducer.phase is Phase.IDLE
+    assert bench.reducer.state is State.IDLE
 
 
 # --- Feeds ---

@@ -47,7 +47,7 @@ def test_what_is_not_compared_is_zero_on_every_rank():
     forward(window)
     window.backward_ends()
     assert counts(window) == (1, 0)
-    window.compares_backwards = False
+    window.tell_no_backwards()
     assert counts(window) == (0, 0)
 
 

@@ -12,8 +12,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel.distributed import _MixedPrecision
 
 import dpfuse
+from dpfuse.engine.backward import State
 from dpfuse.engine.feeds.accumulating import Accumulating
-from dpfuse.engine.phase import Phase
 from tests.distributed.accumulation.test_in_buckets import (
     DDP,
     assert_equal,
@@ -191,7 +191,7 @@ def broken_where_warnings_are_errors(rank, size):
         warnings.simplefilter("error")
         with pytest.raises(KeyError, match="planted"), model.no_sync():
             model(torch.ones(2, 3), True).sum().backward()
-    assert model.reducer.phase is Phase.IDLE
+    assert model.reducer.state is State.IDLE
 
 
 def broken_after_a_change(rank, size):
