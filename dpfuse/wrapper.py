@@ -744,7 +744,7 @@ class SyncedModule(nn.Module):
     def _observe(self, times: Watcher | None) -> None:
         """Report how each bucket travels to `times`; None ends that. `dpfuse.time_communication` uses it."""
         if self._sync is not None:
-            self._sync.grads.listening.observe(times)
+            self._sync.grads.observe(times)
 
     @property
     def error_feedback(self) -> ErrorFeedback | None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from dpfuse.engine.containers import tensors_in
+from dpfuse.engine.feature import ReadyRecorder
 from dpfuse.engine.inner_tensors import has_memory
 from dpfuse.engine.local_part import LocalPart, leaf_of
 from dpfuse.engine.ready import ReadyHook
@@ -60,12 +61,15 @@ class ReadyHooks:
 
     Args:
         alone: whether another wrapper of the same parameters would break what this one does.
-        decorate: returns what is called instead of a hook; gets the registration index and the hook.
+
+    Attributes:
+        alone: as given.
+        recorder: notes when each gradient is ready; the hooks that are installed from then on tell it.
     """
 
-    def __init__(self, alone: bool, decorate: Callable[[int, ReadyHook], ReadyHook]) -> None:
+    def __init__(self, alone: bool) -> None:
         self.alone = alone
-        self._decorate = decorate
+        self.recorder: ReadyRecorder | None = None
         self._planned: Sequence[Tensor] = ()
         self._params: Sequence[Tensor] = ()  # the leaves of the planned ones
         self._handles: dict[int, RemovableHandle] = {}  # by id of the parameter, which `_params` keeps alive
@@ -91,7 +95,8 @@ class ReadyHooks:
         if not self._params:
             return
         for index, hook in hooks.items():
-            param, planned, hook = self._params[index], self._planned[index], self._decorate(index, hook)
+            param, planned = self._params[index], self._planned[index]
+            hook = hook if self.recorder is None else self.recorder.stamped(index, hook)
             if type(planned) is LocalPart:
                 hook = planned.calling(hook)
             elif not has_memory(param):
@@ -293,16 +298,18 @@ class BackwardWatch:
     outermost one, so the end of a reentrant checkpoint inside does not call it.
 
     Args:
+        listener: is told of backwards.
         reached: called with the note of a forward, when a backward first reaches its outputs.
 
     Attributes:
+        listener: as given.
         unopened: gradients of outputs that a backward has reached, as long as it is not open. A hook in C puts them
             here before any line runs that may raise.
     """
 
-    def __init__(self, reached: Callable[[int], None] = lambda _note: None) -> None:
+    def __init__(self, listener: BackwardListener, reached: Callable[[int], None] = lambda _note: None) -> None:
+        self.listener = listener
         self.reached = reached
-        self.listener: BackwardListener | None = None
         self._task: weakref.ref[_Callback] | None = None
         self._waiting: weakref.ref[_Callback] | None = None  # to open a backward at its end
         self._leaves: list[RemovableHandle] = []
@@ -314,7 +321,7 @@ class BackwardWatch:
 
     def look_back(self) -> None:
         """Notice that a backward has died at its first hook, before anything else was noted of it."""
-        if self.unopened and self._task is None and self.listener is not None and not backward_runs():
+        if self.unopened and self._task is None and not backward_runs():
             self.unopened.clear()
             self.listener.abandon(opened=False)
 
@@ -326,11 +333,10 @@ class BackwardWatch:
             began: the number that it got when it began.
             reached: as for the listener.
         """
-        if self.listener is not None:
-            if (self._opened > began or self._waiting is not None) and not backward_runs():
-                self._wait_for_death()
-            self.look_back()
-            self.listener.raised(error, opened=self._opened > began, reached=reached)
+        if (self._opened > began or self._waiting is not None) and not backward_runs():
+            self._wait_for_death()
+        self.look_back()
+        self.listener.raised(error, opened=self._opened > began, reached=reached)
 
     def _wait_for_death(self) -> None:
         """Wait until the engine has freed the backward that has raised.
@@ -375,8 +381,6 @@ class BackwardWatch:
             announcer: of the output that was reached, if one was.
         """
         listener, opens = self.listener, self._task is None
-        if listener is None:
-            return
         if opens:
             try:
                 listener.settle(announced=announcer is not None)
@@ -437,7 +441,7 @@ class BackwardWatch:
         self._waiting = None
         # The backward around a reentrant one goes on, and may still reach an output.
         listener = self.listener
-        if self._task is None and listener is not None and not backward_is_nested():
+        if self._task is None and not backward_is_nested():
             listener.settle(announced=False)
             self._opened = next(_numbers)
             try:
@@ -456,14 +460,13 @@ class BackwardWatch:
     def _died_early(self, reference: weakref.ref[_Callback]) -> None:
         if self._waiting is reference:
             try:
-                if self._task is None and self.listener is not None:
+                if self._task is None:
                     self.listener.abandon(opened=False)
             finally:
                 self._waiting = None  # last: another thread may wait for it
 
     def _end(self, reached_leaves: Callable[[], bool]) -> None:
-        if self.listener is not None:
-            self.listener.close(reached_leaves)
+        self.listener.close(reached_leaves)
         self._task = None  # only now: an exception before leaves it to `_died`
 
     leave_untraced(_end, calls=True)
@@ -471,8 +474,7 @@ class BackwardWatch:
     def _died(self, reference: weakref.ref[_Callback]) -> None:
         if self._task is reference:
             try:
-                if self.listener is not None:
-                    self.listener.abandon(opened=True)
+                self.listener.abandon(opened=True)
             finally:
                 self._task = None  # last: another thread may wait for it
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from dpfuse.engine.bucket import GradBucket
 from dpfuse.engine.plan import BucketPlan
 from dpfuse.engine.ready import ReadyList
+from dpfuse.engine.spoiler import Spoiler
 
 __all__ = ["BucketSet", "names_of"]
 
@@ -22,9 +23,10 @@ class BucketSet:
         buckets: the buckets of the plan, in communication order; the last one carries the report.
         marks: how often each parameter becomes ready in a backward; empty for once each.
         seen: what became ready in an earlier backward, in that order, if it is known.
+        spoiler: makes the gradients NaN where the host hears of a failure later; None where it does not.
 
     Attributes:
-        plan, params, buckets, marks: as given.
+        plan, params, buckets, marks, spoiler: as given.
         names: the names of the parameters, by registration index.
         report: what travels with the last bucket.
         ready: the ready list of each bucket.
@@ -41,12 +43,14 @@ class BucketSet:
         marks: Sequence[int] = (),
         seen: Sequence[Tensor] = (),
         hidden: bool = False,
+        spoiler: Spoiler | None = None,
     ) -> None:
         report = buckets[-1].parts.report
         assert report is not None
         self.plan, self.params, self.buckets = plan, params, list(buckets)
         self.report = report
         self.hidden = hidden
+        self.spoiler = spoiler
         self.marks = marks = marks or [1] * len(params)
         self.names = names_of(plan)
         self.ready = [ReadyList(b.params, [marks[index] for index in b.plan.params], seen) for b in buckets]
@@ -65,7 +69,9 @@ class BucketSet:
             plan: their plan; None is the plan of this set.
             marks: how often each parameter becomes ready in a backward; empty is the marks of this set.
         """
-        return BucketSet(plan or self.plan, self.params, buckets, marks or self.marks, self.recorded, self.hidden)
+        return BucketSet(
+            plan or self.plan, self.params, buckets, marks or self.marks, self.recorded, self.hidden, self.spoiler
+        )
 
     def restore_memory(self) -> None:
         """Give memory to communication buffers that a program has freed or moved: its gradients are views of them.

@@ -16,10 +16,11 @@ from dpfuse.engine.exchanges.comm_hook import CommHook
 from dpfuse.engine.exchanges.ordered import Rounding
 from dpfuse.engine.plan import Bucket, BucketPlan
 from dpfuse.engine.protocols import Companion, Delivery, Exchange, PackStep
+from dpfuse.engine.ready import ReadyHook
 from dpfuse.engine.report import Report
 from dpfuse.engine.report_layout import ReportLayout
 
-__all__ = ["Engine", "Feature"]
+__all__ = ["Engine", "Feature", "ReadyRecorder"]
 
 
 class Engine(Protocol):
@@ -72,6 +73,18 @@ class Engine(Protocol):
     @property
     def hook(self) -> CommHook | None:
         """The communication hook that reduces the gradients, if a user has registered one."""
+
+
+class ReadyRecorder(Watcher):
+    """A watcher that notes also when each gradient is ready."""
+
+    def join(self, engine: Engine) -> None:
+        """Take the engine."""
+        raise NotImplementedError
+
+    def stamped(self, index: int, hook: ReadyHook) -> ReadyHook:
+        """Return a ready hook that notes the time, then calls `hook`."""
+        raise NotImplementedError
 
 
 class Feature(Watcher):

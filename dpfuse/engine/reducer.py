@@ -16,7 +16,16 @@ from dpfuse.comm.failed import has_raised
 from dpfuse.comm.memory_errors import error_of
 from dpfuse.comm.waiting import BACKWARD, BETWEEN, Track
 from dpfuse.engine import messages
-from dpfuse.engine.autograd import Reached, backward_is_nested, backward_runs, running_backward, unreached
+from dpfuse.engine.autograd import (
+    BackwardListener,
+    BackwardWatch,
+    Reached,
+    ReadyHooks,
+    backward_is_nested,
+    backward_runs,
+    running_backward,
+    unreached,
+)
 from dpfuse.engine.backward import (
     ABANDONED,
     ACCUMULATE,
@@ -49,15 +58,17 @@ from dpfuse.engine.backward import (
     State,
 )
 from dpfuse.engine.bucket import FLIGHT, FREE, LANDED, GradBucket
+from dpfuse.engine.bucket_maker import BucketMaker
 from dpfuse.engine.bucket_set import BucketSet
 from dpfuse.engine.events import Events
 from dpfuse.engine.feeds.accumulating import Accumulating, Accumulation
 from dpfuse.engine.local_part import leaf_of
 from dpfuse.engine.lost_steps import LOST, LostSteps
+from dpfuse.engine.membership import Membership
 from dpfuse.engine.optimizer_step_hook import call_before_steps
 from dpfuse.engine.ready import ReadyHook, ReadyList
 from dpfuse.engine.report import ALL_WELL, Outcome, Reading, Report
-from dpfuse.engine.report_layout import Question, ReportLayout
+from dpfuse.engine.report_layout import ReportLayout
 from dpfuse.engine.send_order import SendOrder
 from dpfuse.engine.sync_decision import Window
 from dpfuse.engine.torch_private import leave_untraced, profiler_runs
@@ -65,9 +76,10 @@ from dpfuse.engine.unused import UnusedParameters
 from dpfuse.engine.user_line import warn_at_user
 from dpfuse.errors import DPFuseError
 
-__all__ = ["Decline", "Reducer", "Wiring"]
+__all__ = ["Decline", "Reducer"]
 
 log = getLogger("dpfuse.failed")
+rebuild_log = getLogger("dpfuse.rebuild")
 
 
 class Decline(Protocol):
@@ -79,54 +91,6 @@ class Decline(Protocol):
 _entries_of = attrgetter("entries")
 _leaves_out_of = attrgetter("leaves_out")
 _sentinel_of = attrgetter("sentinel")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wiring:
-    """What a reducer uses besides buckets, and what it calls.
-
-    Args:
-        window: decides whether a backward synchronises, and counts what ranks must have in common.
-        layout: of the report.
-        track: tells the heartbeat what this rank is doing.
-        events: of the model, to be told of backwards.
-        warn_unused: whether to warn, once, of parameters without a gradient.
-        asks_graph: whether to ask the graph of each backward which parameters it reaches.
-        order: the turns of this model among those of its group.
-        rank, size: of this process and its group.
-        open_backward: called by the first ready mark of a backward that nothing announced; must call `open`.
-        open_at_end: called instead where only outputs tell what it is; must call `open` and `close` at its end if none
-            has announced it.
-        rebuild: called after the first synchronised backward with the ready order, the marks of each parameter, and
-            whether the graph had not shown all of it; returns the error that every rank is to raise.
-        decline: called instead on a rank that cannot go on, so that the peers do not wait.
-        check_group: raises DPFuseError if this rank can no longer use its process group.
-        install: puts ready hooks on parameters, by registration index.
-        come_last: has torch call the ready hooks of a parameter after those of the program; returns whether it did.
-        spoil: called with the report if it is not read in the same backward.
-        answer: called on every rank, with all buckets landed, with a question that a rank has asked, or that is due.
-        lost: knows which means this rank has not used.
-    """
-
-    window: Window
-    layout: ReportLayout
-    track: Track
-    events: Events
-    warn_unused: bool
-    asks_graph: bool
-    order: SendOrder
-    rank: int
-    size: int
-    open_backward: Callable[[], None]
-    open_at_end: Callable[[], None]
-    rebuild: Callable[[list[int], list[int], bool], BaseException | None]
-    decline: Decline
-    check_group: Callable[[], None]
-    install: Callable[[dict[int, ReadyHook]], None]
-    come_last: Callable[[Tensor], bool]
-    spoil: Callable[[Report], None]
-    answer: Callable[[Question], None]
-    lost: LostSteps
 
 
 @dataclass(slots=True)
@@ -159,9 +123,19 @@ class Reducer:
 
     Args:
         in_use: the buckets.
-        wiring: what it uses besides.
+        maker: makes others.
+        membership: of this rank in the group.
+        window: decides whether a backward synchronises, and counts what ranks must have in common.
+        layout: of the report.
+        track: tells the heartbeat what this rank is doing.
+        events: of the model, to be told of backwards.
+        order: the turns of this model among those of its group.
+        lost: knows which means this rank has not used.
+        hooks: the ready hooks on the parameters.
+        wrap: puts a listener of the face in front of the reducer.
 
     Attributes:
+        watch: tells it when backwards begin and end.
         state: of the backward that is open, as the table of `dpfuse.engine.backward` says.
         require_sync: whether backwards are synchronised; no_sync() switches it off.
         rebuilt: whether the buckets are planned for the ready order of the first synchronised backward.
@@ -171,14 +145,32 @@ class Reducer:
         accumulation: counts and accumulates backwards that are not synchronised.
     """
 
-    def __init__(self, in_use: BucketSet, wiring: Wiring) -> None:
+    def __init__(
+        self,
+        in_use: BucketSet,
+        *,
+        maker: BucketMaker,
+        membership: Membership,
+        window: Window,
+        layout: ReportLayout,
+        track: Track,
+        events: Events,
+        order: SendOrder,
+        lost: LostSteps,
+        hooks: ReadyHooks,
+        wrap: Callable[[BackwardListener], BackwardListener] = lambda listener: listener,
+    ) -> None:
         self.state: State = IDLE
         self.rebuilt = False
         self.completed = 0
         self.last_error = ""
         self.missed = False
-        self._wiring = wiring
-        self._unused = UnusedParameters(wiring.rank, warns=wiring.warn_unused)
+        self._maker, self._membership = maker, membership
+        self._window, self._layout, self._track, self._events = window, layout, track, events
+        self._order, self._lost, self._hooks = order, lost, hooks
+        self._asks_graph = maker.settings.asks_graph
+        self._unused = UnusedParameters(membership.rank, warns=maker.settings.warn_unused)
+        self.watch = BackwardWatch(wrap(self), window.reached)
         self._run = _Run()
         self._change: _Change | None = None
         self._frozen: frozenset[int] = frozenset()
@@ -238,7 +230,7 @@ class Reducer:
             change: what has changed, for errors.
             agree: called once all have changed. It calls `keep_change`, or raises on every rank if their changes
                 differ.
-            decline: as that of `Wiring`.
+            decline: called instead on a rank that cannot go on, so that the peers do not wait.
         """
         self._change = _Change(self.agreed, change, agree, decline)
         self._use(buckets)
@@ -275,7 +267,7 @@ class Reducer:
     def _usual_hook(self, order: int, ready: ReadyList) -> ReadyHook:
         """Return the hook of parameters that are neither packed early nor the sentinel."""
         append, entries, examine = ready.entries.append, ready.entries, self._examine
-        if not self._wiring.asks_graph:
+        if not self._asks_graph:
             return append
 
         def mark(param: Any) -> None:  # the bucket is sent at this place, whichever parameter came last before
@@ -292,9 +284,9 @@ class Reducer:
         self._freeze(self._frozen if same else frozenset())
         feeds = {order: b.parts.feed for order, b in enumerate(self.buckets)}
         taking = {order: feed for order, feed in feeds.items() if isinstance(feed, Accumulating)}
-        self.accumulation = Accumulation(taking, self._wiring.window)
+        self.accumulation = Accumulation(taking, self._window)
         self._choose_stages()
-        self._wiring.install(self.hooks())
+        self._hooks.install(self.hooks())
 
     def _choose_stages(self) -> None:
         """Choose what the end of a synchronised backward goes through, as long as these buckets are in use."""
@@ -317,7 +309,7 @@ class Reducer:
     def _hook(self, order: int, ready: ReadyList, pack: Callable[[], None] | None, *, is_sentinel: bool) -> ReadyHook:
         """Return a hook in Python for one parameter, which packs its gradient, or is the sentinel, or both."""
         append, examine, send = ready.entries.append, self._examine, self._send_next
-        come_last = self._wiring.come_last
+        come_last = self._hooks.come_last
         alone = len(self.buckets) == 1  # the last bucket is sent when backward has ended
 
         def mark_sentinel(param: Any) -> None:
@@ -343,22 +335,22 @@ class Reducer:
     @property
     def require_sync(self) -> bool:
         """Whether backwards of the next forwards are synchronised; no_sync() switches it off."""
-        return self._wiring.window.require_sync
+        return self._window.require_sync
 
     @require_sync.setter
     def require_sync(self, value: bool) -> None:
         if value != self.require_sync and self.state is IDLE:
             self.refuse_unaveraged()
-        self._wiring.window.require_sync = value
+        self._window.require_sync = value
 
     def forget_forwards(self) -> None:
         """Let only later forwards, or the state of `no_sync()` at that time, decide about the next backward."""
-        self._wiring.window.forget_requests()
-        self._wiring.window.forget_forwards()
+        self._window.forget_requests()
+        self._window.forget_forwards()
 
     def prepare_for_backward(self, tensors: Iterable[Any] = ()) -> None:
         """Make the next backward synchronise, also inside `no_sync()`; name and argument are torch's."""
-        self._wiring.window.request(True, watched=False)
+        self._window.request(True, watched=False)
 
     def refuse_unaveraged(self) -> None:
         """Forget ready gradients of a backward that went through no output and reached no sentinel.
@@ -371,7 +363,7 @@ class Reducer:
         in_use = self._in_use  # in line, since each forward comes here
         if (in_use.recorded or any(map(_entries_of, in_use.ready))) and not backward_runs():
             self._refuse(in_use.entries())
-            self._wiring.window.backward_ends()
+            self._window.backward_ends()
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Refuse, outside of a backward, a step on parameters whose ready gradients no backward took.
@@ -379,7 +371,7 @@ class Reducer:
         Raises:
             DPFuseError: these gradients were to be averaged.
         """
-        lost = self._wiring.lost
+        lost = self._lost
         if lost.begun is None:
             lost.begun = ref(optimizer)
         in_use = self._in_use
@@ -397,7 +389,7 @@ class Reducer:
         if names:
             self._in_use.clear()
         if names and self.require_sync:
-            raise DPFuseError(messages.unaveraged(self._wiring.rank, list(dict.fromkeys(names))))
+            raise DPFuseError(messages.unaveraged(self._membership.rank, list(dict.fromkeys(names))))
 
     def discard_accumulated(self) -> None:
         """Drop what the buckets have accumulated.
@@ -426,7 +418,7 @@ class Reducer:
         Raises:
             DPFuseError: this one is not `announced` and has added to gradients of the one before.
         """
-        order = self._wiring.order
+        order = self._order
         if self.state is IDLE:
             if order.turns.failed:
                 order.complete_failed()
@@ -439,7 +431,7 @@ class Reducer:
             if begun:
                 self._run.outcome.failed = True
                 self._move(WAS_OPEN)
-                raise DPFuseError(messages.begun(self._wiring.rank))
+                raise DPFuseError(messages.begun(self._membership.rank))
 
     def open(self, *, announced: bool) -> None:
         """Begin a backward, which an output of the wrapper has `announced`, or else a ready mark.
@@ -451,9 +443,9 @@ class Reducer:
         """
         if self.state is not IDLE:
             self.settle(announced=announced)
-        wiring, in_use = self._wiring, self._in_use
+        in_use = self._in_use
         self._completed_before, self.missed = self.completed, False
-        sync = wiring.window.backward_begins(announced=announced)
+        sync = self._window.backward_begins(announced=announced)
         self._move(self._begins if sync else BEGINS_LOCAL)
         in_use.restore_memory()
         # What is ready already is of this backward, or of one before that nothing announced. All of it is averaged.
@@ -461,26 +453,26 @@ class Reducer:
         if announced and any(map(_entries_of, in_use.ready)):
             self.refuse_unaveraged()
             in_use.doubt_early()
-        for begins in wiring.events.backward_begins:
+        for begins in self._events.backward_begins:
             begins(sync=sync, announced=announced)
         params = in_use.params
         # A bucket is sent from the hook of one of these parameters.
-        for param in params if wiring.asks_graph else map(_sentinel_of, in_use.ready[:-1]):
+        for param in params if self._asks_graph else map(_sentinel_of, in_use.ready[:-1]):
             if param is not None and len(param._post_accumulate_grad_hooks or ()) > 1:
-                wiring.come_last(param)
+                self._hooks.come_last(param)
         if self._frozen and any(params[index].requires_grad for index in self._frozen):
             thawed = frozenset(index for index in self._frozen if params[index].requires_grad)
             self._freeze(self._frozen - thawed)
-            for tell in wiring.events.thawed:
+            for tell in self._events.thawed:
                 tell([params[index] for index in thawed])
         if not sync:
-            if not wiring.window.is_open:  # ranks whose windows differ in length find the same in their last backward
+            if not self._window.is_open:  # ranks whose windows differ in length find the same in their last backward
                 self._note_frozen(params)
             return
         if self._begins is not BEGINS and in_use.report.unreadable:
-            raise DPFuseError(messages.captured_first(wiring.rank))
+            raise DPFuseError(messages.captured_first(self._membership.rank))
         self._run.outcome.frozen = self._frozen
-        if wiring.asks_graph or self._begins is not BEGINS or len(wiring.order.turns.models) > 1:
+        if self._asks_graph or self._begins is not BEGINS or len(self._order.turns.models) > 1:
             self._look_at_graph(announced=announced)
 
     def close(self, reached_leaves: Callable[[], bool]) -> None:
@@ -494,12 +486,12 @@ class Reducer:
         Raises:
             DPFuseError: this rank or another one failed. No rank may use its gradients.
         """
-        for ended in self._wiring.events.backward_ended:
+        for ended in self._events.backward_ended:
             ended()
         if self.state is LOCAL:
             self._close_local()
             return
-        run, stages, window, noted = self._run, self._stages, self._wiring.window, False
+        run, stages, window, noted = self._run, self._stages, self._window, False
         while True:
             try:
                 if not run.stage:
@@ -552,7 +544,7 @@ class Reducer:
             self._died_at_its_end()
             return
         else:  # the window may have begun again since it was missed
-            event = DIED_UNOPENED if missed or self._wiring.window.is_to_synchronise else DIED_UNNOTED
+            event = DIED_UNOPENED if missed or self._window.is_to_synchronise else DIED_UNNOTED
         self._completed_before = self.completed  # it has averaged nothing
         self._move(event)
 
@@ -562,9 +554,9 @@ class Reducer:
         One that died above the outputs, in the loss, has told nothing. If it was to synchronise, the peers wait for it.
         Where it was to reach several models, it is unknown in which order they wait.
         """
-        for failed in self._wiring.events.backward_failed:
+        for failed in self._events.backward_failed:
             failed()
-        window, order = self._wiring.window, self._wiring.order
+        window, order = self._window, self._order
         if self.state is IDLE:
             if opened:
                 self._died_at_its_end()
@@ -583,8 +575,8 @@ class Reducer:
     def _died_at_its_end(self) -> None:
         """Note that the backward that was opened last has raised: if it has averaged, its mean is not used."""
         if self.completed > self._completed_before:
-            self._wiring.lost.note(self.completed)
-        elif self._wiring.window.is_open:  # it was local, and is counted already
+            self._lost.note(self.completed)
+        elif self._window.is_open:  # it was local, and is counted already
             self.accumulation.die()
 
     def drain(self) -> None:
@@ -593,24 +585,24 @@ class Reducer:
         The program of this rank has seen its exception, and sees no other one if the peers raise an error for the same
         backward. If they have completed it, all ranks raise one in the next averaged backward.
         """
-        run, wiring = self._run, self._wiring
-        wiring.check_group()
+        run = self._run
+        self._membership.check()
         self._in_use.report.hand_over()  # if an exception came before that, the next pack would write over it
         completed = run.delivered or self._complete_empty(self.agreed)
         self.accumulation.forget()  # also of a changed model, whose buckets were not sent
         if completed and self._begins is not BEGINS:  # the peers are already in the vote on a change, or on the buckets
-            decline = wiring.decline if self._change is None else self._change.decline
+            decline = self._decline if self._change is None else self._change.decline
             completed = not decline(out_of_memory=run.outcome.out_of_memory)
         if run.reading is not None:
             self._forget_told(run.reading)
         self._move(COMPLETED)
-        wiring.order.settled()
+        self._order.settled()
         if completed:
             self.completed += 1
-            wiring.lost.note(self.completed)
-        for failed in wiring.events.backward_failed:
+            self._lost.note(self.completed)
+        for failed in self._events.backward_failed:
             failed()
-        log.info(messages.drained(wiring.rank, completed=completed), extra={"rank": wiring.rank})
+        log.info(messages.drained(self._membership.rank, completed=completed), extra={"rank": self._membership.rank})
 
     def _complete_empty(self, sent: BucketSet) -> bool:
         """Send what is left of these buckets, empty; return whether the peers go on with their means.
@@ -636,7 +628,7 @@ class Reducer:
         """Forget the means that this rank has lost, if every rank hears of them: of several things, one is said."""
         told = reading.differing[:1] == (LOST,) and not (reading.any_failed or reading.any_changed)
         if told or (LOST not in reading.differing and not self._all_read_now):
-            self._wiring.lost.forget()
+            self._lost.forget()
 
     def shadow_backward(self) -> None:
         """Take part in a synchronised backward of other ranks without gradients of this rank.
@@ -644,7 +636,7 @@ class Reducer:
         Raises:
             DPFuseError: that backward failed on some rank.
         """
-        window = self._wiring.window
+        window = self._window
         window.without_inputs = True
         try:
             with self._unused.expected():
@@ -671,7 +663,7 @@ class Reducer:
         """Do what the table says: `param` of bucket `order` became ready. A hook of the program may still follow."""
         action, _ = TRANSITIONS[self.state, READY]
         if action is SEND:
-            if len(param._post_accumulate_grad_hooks or ()) <= 1 or self._wiring.come_last(param):
+            if len(param._post_accumulate_grad_hooks or ()) <= 1 or self._hooks.come_last(param):
                 self._send_next()
         elif action is ACCUMULATE:
             if self._in_use.ready[order].is_complete:
@@ -681,16 +673,16 @@ class Reducer:
 
     def _open_unannounced(self) -> None:
         """Open a backward that no output of the wrapper has announced so far, unless one still may."""
-        if self.state is IDLE and self._wiring.window.may_be_announced(nested=backward_is_nested()):
-            self._wiring.open_at_end()
+        if self.state is IDLE and self._window.may_be_announced(nested=backward_is_nested()):
+            self.watch.begin_at_end()
         else:
-            self._wiring.open_backward()
+            self.watch.begin()
 
     def _look_at_graph(self, *, announced: bool) -> None:
         """Note what the graph of a backward tells, at its beginning."""
-        run, wiring = self._run, self._wiring
-        if wiring.order.is_shared:
-            wiring.order.open(self._send_due)
+        run = self._run
+        if self._order.is_shared:
+            self._order.open(self._send_due)
             run.backward = running_backward()
         # One that no output has announced may be inside another one, whose graph reaches more.
         run.asks_graph = announced and not self._in_use.hidden
@@ -698,7 +690,7 @@ class Reducer:
             return
         if self.state is not REDUCING:
             run.unreached = unreached(self._in_use.params)
-        elif wiring.asks_graph:
+        elif self._asks_graph:
             self._leave_out()
 
     def _leave_out(self) -> None:
@@ -745,7 +737,7 @@ class Reducer:
         # In plan order, not in the order of completion: collectives must match on all ranks. The last bucket is sent
         # when backward has ended, because its report says whether all went well. Its gradients arrive last anyway.
         run, in_use = self._run, self._in_use
-        order, track = self._wiring.order, self._wiring.track
+        order, track = self._order, self._track
         end = len(in_use.buckets) if last else len(in_use.buckets) - 1
         try:
             while run.next < end:
@@ -770,7 +762,7 @@ class Reducer:
     def _send_empty(self, buckets: Sequence[GradBucket]) -> None:
         for order in range(self._run.next, len(buckets)):
             if not buckets[order].busy:
-                self._wiring.order.take_turn(order, among_others=False)
+                self._order.take_turn(order, among_others=False)
                 buckets[order].send_empty(self._run.outcome)
             self._run.next = order + 1
 
@@ -809,7 +801,7 @@ class Reducer:
         outcome = self._run.outcome
         frozen = {self._in_use.index_of(param) for param in missing if not param.requires_grad}
         if not frozen <= self._frozen:
-            if self._wiring.window.is_open:
+            if self._window.is_open:
                 outcome.just_frozen |= frozen - self._frozen
             self._freeze(self._frozen | frozen)
             outcome.frozen = self._frozen
@@ -833,7 +825,7 @@ class Reducer:
         self._tell_of_end(added=bool(orders))
 
     def _tell_of_end(self, *, added: bool) -> None:
-        for ended in self._wiring.events.local_backward_ended:
+        for ended in self._events.local_backward_ended:
             ended(added=added)
 
     def _learn_of_change(self) -> None:
@@ -865,14 +857,14 @@ class Reducer:
 
     def _let_others_send(self) -> None:
         """Send all buckets but the last ones, also those of other models, as on ranks that miss no gradient."""
-        if self._wiring.order.another_is_open:
+        if self._order.another_is_open:
             self._send_due(ended=True)
-            self._wiring.order.let_others_send(ended=True)
+            self._order.let_others_send(ended=True)
 
     def _send_rest(self) -> None:
         """Send what is left; the report goes with the last bucket."""
         run = self._run
-        if self._wiring.order.turns.opened:
+        if self._order.turns.opened:
             self._let_others_send()
         complete = True
         for order, ready in enumerate(self._in_use.ready):
@@ -884,7 +876,7 @@ class Reducer:
 
     def _receive(self) -> None:
         """Wait for all buckets, deliver those that do not depend on the report, and read the report."""
-        report, outcome, track = self._in_use.report, self._run.outcome, self._wiring.track
+        report, outcome, track = self._in_use.report, self._run.outcome, self._track
         buckets, well = self._in_use.buckets, outcome.well
         last = len(buckets) - 1
         # NCCL runs the buckets on one stream, so the wait for the last one is a wait for all before it.
@@ -909,7 +901,7 @@ class Reducer:
             names = [self._in_use.names[index] for index in sorted(outcome.missing)]
             outcome.error = DPFuseError(messages.unread(names))
         # After the first backward the ranks agree on the buckets, and a rank that has failed would not take part.
-        all_read = self._wiring.order.hears_at_once or not self.rebuilt
+        all_read = self._order.hears_at_once or not self.rebuilt
         wait = all_read or not well or bool(outcome.missing)
         self._run.reading = self._read(report, wait=wait, gather=all_read or report.is_on_cpu)
 
@@ -917,11 +909,11 @@ class Reducer:
         """Read the report, and do what a rank has asked all ranks for, failed or not."""
         outcome = self._run.outcome
         reading = report.read(outcome, wait=wait, gather=gather)
-        for question in self._wiring.layout.answered:
+        for question in self._layout.answered:
             if question in report.asked or (question.due and not report.unreadable):
                 question.due = False
                 try:
-                    self._wiring.answer(question)
+                    self._membership.answer(question)
                 except BaseException:
                     outcome.torn = True  # it is unknown which exchange the peers are in
                     raise
@@ -960,7 +952,7 @@ class Reducer:
             unused = [index for index in missing if index not in run.outcome.frozen]
             self._warn(self._unused.warning(unused, len(untouched.intersection(unused)), self._in_use.names))
         if not (report.is_on_cpu or report.was_read):
-            self._wiring.spoil(report)
+            self._maker.spoil(self._in_use)
         run.delivered = True
 
     def _rebuild(self) -> None:
@@ -969,10 +961,28 @@ class Reducer:
         marks = [counts.get(index, 0) for index in range(len(self._in_use.params))]
         recorded = set(map(id, self._in_use.recorded))
         hidden = any(id(param) in recorded for param in self._run.unreached)
-        error = self._wiring.rebuild(list(counts), marks, hidden)
+        error = self._maker.agree(self._in_use, list(counts), marks, hidden=hidden)
         if error is not None:
             self._move(REFUSED)
             raise error
+        self._adopt_agreed()
+
+    def _adopt_agreed(self) -> None:
+        """Use the buckets on which all ranks have agreed."""
+        agreed, rank = self._maker.agreed, self._membership.rank
+        assert agreed is not None
+        text = "rank %d: %d buckets after the first synchronised backward, %d before it"
+        rebuild_log.info(text, rank, len(agreed.buckets), len(self.buckets), extra={"rank": rank})
+        self.adopt(agreed, rebuilt=True)
+        self._maker.agreed = None
+
+    def _decline(self, *, out_of_memory: bool) -> bool:
+        """Take part in the vote on the buckets on a rank that cannot go on; return whether all ranks raise an error."""
+        if self._maker.agreed is not None:  # the vote has ended, and all ranks use these
+            self._adopt_agreed()
+            return False
+        self._maker.decline(len(self._in_use.params), out_of_memory=out_of_memory)
+        return True
 
     def _complete(self) -> None:
         """End the backward, and warn. All is delivered, and the peers wait for nothing."""
@@ -981,18 +991,18 @@ class Reducer:
                 self._in_use.learn_early(ready)
             if ready.entries and ready.entries[-1] is not ready.sentinel and ready.choose_sentinel():
                 self._install_hooks_of(order)
-        texts, wiring = self._run.warnings, self._wiring
-        if wiring.lost.steps and not (wiring.window.excused or wiring.window.without_inputs):
-            wiring.lost.forget()  # all ranks have lost as many, or hear of it in the next backward
+        texts = self._run.warnings
+        if self._lost.steps and not (self._window.excused or self._window.without_inputs):
+            self._lost.forget()  # all ranks have lost as many, or hear of it in the next backward
         self._move(AVERAGED)
-        for delivered in wiring.events.delivered:
+        for delivered in self._events.delivered:
             delivered()
         for text in texts:
             warn_at_user(text)
 
     def _install_hooks_of(self, order: int) -> None:
         inside = self.buckets[order].plan.params
-        self._wiring.install({index: hook for index, hook in self.hooks().items() if index in inside})
+        self._hooks.install({index: hook for index, hook in self.hooks().items() if index in inside})
 
     def _warn(self, text: str | None) -> None:
         if text is not None:
@@ -1002,15 +1012,15 @@ class Reducer:
     def _all_read_now(self) -> bool:
         """Whether every rank reads the report at the end of this backward, as on CPUs and in strict mode."""
         on_cpu = self._in_use.report.is_on_cpu
-        return on_cpu or self._wiring.order.hears_at_once or (not self.rebuilt and self._change is None)
+        return on_cpu or self._order.hears_at_once or (not self.rebuilt and self._change is None)
 
     def _explain(self, reading: Reading, error: Exception | None) -> str:
-        wiring, outcome = self._wiring, self._run.outcome
+        membership, outcome = self._membership, self._run.outcome
         if reading.any_failed:
             late = [self._in_use.names[index] for index in sorted(set(outcome.late))]
             failed = messages.failed(
-                wiring.rank,
-                wiring.size,
+                membership.rank,
+                membership.size,
                 reading.failed(),
                 not outcome.well,
                 error,
@@ -1020,8 +1030,8 @@ class Reducer:
             return failed if self._all_read_now else f"{failed} {messages.HEARD_LATE}"
         if reading.any_changed:
             change = self.change
-            return messages.changed(wiring.rank, wiring.size, reading.changed(), outcome.changed, change)
-        return messages.differing(wiring.rank, wiring.layout.fields, reading)
+            return messages.changed(membership.rank, membership.size, reading.changed(), outcome.changed, change)
+        return messages.differing(membership.rank, self._layout.fields, reading)
 
     def _any_ready(self) -> bool:
         return bool(self._in_use.recorded) or any(map(_entries_of, self._in_use.ready))
@@ -1029,21 +1039,20 @@ class Reducer:
     def _move(self, event: Event) -> None:
         """Do what the table says; nothing else assigns the state."""
         action, after = TRANSITIONS[self.state, event]
-        wiring, run, completed = self._wiring, self._run, self.completed
-        track = wiring.track
+        track, run, completed = self._track, self._run, self.completed
         if action is ENTER:
             track.board.place = track.wrapper, BACKWARD, completed, -1
             self.state = after
             return
         if action is FORGET or action is COUNT:
-            wiring.window.begin()
+            self._window.begin()
             run, completed = _Run(), completed + (action is COUNT)
         track.board.place = track.wrapper, BETWEEN, completed, -1
-        if wiring.order.turns.opened or wiring.order.turns.first:
-            wiring.order.close()
+        if self._order.turns.opened or self._order.turns.first:
+            self._order.close()
         self._in_use.clear()
         self.state, self._run, self.completed = after, run, completed  # last, after what an exception may strike
         if action is DROP:
             self.accumulation.die()  # a filter may turn its warning into an error
-        elif action is OWE and not wiring.order.is_shared:
-            wiring.order.fail_alone()
+        elif action is OWE and not self._order.is_shared:
+            self._order.fail_alone()

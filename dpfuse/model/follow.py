@@ -80,7 +80,7 @@ class ModuleFollower:
             self._follow()
         elif self._signature.moved:
             self._signature.moved = False
-            self._grads.listening.hooks.restore()
+            self._grads.hooks.restore()
             for param in self._grads.params:
                 if type(param) is LocalPart:
                     param.renew()

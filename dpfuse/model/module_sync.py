@@ -21,13 +21,12 @@ from dpfuse.engine.exchanges.comm_hook import CommHook
 from dpfuse.engine.feature import Feature
 from dpfuse.engine.feeds.accumulating import refuse_accumulated
 from dpfuse.engine.inner_tensors import has_memory, inner_tensors
-from dpfuse.engine.listening import Wrap
 from dpfuse.engine.local_part import LocalPart, is_divided, leaf_of
 from dpfuse.engine.micro_batches import MicroBatches
 from dpfuse.engine.param_spec import grad_dtype_of
 from dpfuse.engine.plan import BucketPlan
 from dpfuse.engine.settings import SyncSettings
-from dpfuse.engine.sync import GradSync
+from dpfuse.engine.sync import GradSync, Wrap
 from dpfuse.engine.sync_decision import Window
 from dpfuse.errors import DPFuseError
 from dpfuse.exclusions import refuse
@@ -212,7 +211,7 @@ class ModuleSync:
         )
         self.grads.order.complete = WeakMethod(self._complete_failed)
         if level == "off":
-            compare_none(self.grads.listening.hooks)  # also where its parameters are averaged by hand
+            compare_none(self.grads.hooks)  # also where its parameters are averaged by hand
         let_threads_finish_at_exit()
         self._plan_residuals()
         self._follower = ModuleFollower(
@@ -241,7 +240,7 @@ class ModuleSync:
         track = self.grads.track
         track.board.thread = get_ident()
         track.board.place = track.wrapper, FORWARD, reducer.completed, -1
-        watch = self.grads.listening.watch
+        watch = self.grads.watch
         if watch.unopened:
             watch.look_back()
         if reducer.state is ABANDONED or self.grads.order.turns.failed:
@@ -275,7 +274,7 @@ class ModuleSync:
 
     def complete_failed(self) -> None:
         """Complete what the peers wait for, if a backward has failed on this rank, also of another model."""
-        self.grads.listening.watch.look_back()
+        self.grads.watch.look_back()
         self.grads.order.complete_failed()
         self._complete_failed()
 
@@ -312,7 +311,7 @@ class ModuleSync:
         track.board.place = track.wrapper, LOSS, reducer.completed, -1
         if not takes_part:
             return
-        watched = self.grads.listening.watch.watch(outputs, self.window.began)
+        watched = self.grads.watch.watch(outputs, self.window.began)
         self.window.forward_ends(watched=watched, trains=self._module.training)
 
     @property
@@ -382,7 +381,7 @@ class ModuleSync:
     @property
     def recording(self) -> bool:
         """Whether there is a recorder, and all ranks know of it."""
-        return self.grads.listening.recorder is not None and not self._follower.wishes
+        return self.grads.hooks.recorder is not None and not self._follower.wishes
 
     def ask(self, wish: str) -> None:
         """Let the next synchronised backward fail on all ranks unless each of them has asked for the same.
@@ -477,7 +476,7 @@ class ModuleSync:
             in_use["step_in_backward"] = "step_in_backward=True of the model's ShardedOptimizer"
         if self.factors.attached:
             in_use["GradScaler"] = "a GradScaler"
-        if self.grads.listening.recorder is not None:
+        if self.grads.hooks.recorder is not None:
             in_use["autotune"] = "autotune, which records"
         if self.divided:
             in_use["DTensor"] = f"the DTensor {self.divided!r} in the model"

@@ -31,7 +31,7 @@ def look_for_other_wrappers(grads: GradSync, *, told: bool) -> None:
         told: whether the user has been told already that the module is wrapped twice.
     """
     if told:
-        _told.add(grads.listening.hooks)
+        _told.add(grads.hooks)
     grads.events.add(_FirstForward(grads))
 
 
@@ -46,7 +46,7 @@ class _FirstForward(Watcher):
         grads = self._grads()
         assert grads is not None
         grads.events.remove(self)
-        params, own = [*map(leaf_of, grads.params)], grads.listening.hooks
+        params, own = [*map(leaf_of, grads.params)], grads.hooks
         if {*map(id, params)} <= {id(param) for around in _running() for param in around.parameters()}:
             warn_at_user(
                 "the module is wrapped twice: torch's DistributedDataParallel is around this wrapper; expected one of "

@@ -13,9 +13,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from dpfuse.comm import collective
-from dpfuse.engine import listening
 from dpfuse.engine.averaging import UNCHANGED, Wire
-from dpfuse.engine.feature import Engine
+from dpfuse.engine.feature import Engine, ReadyRecorder
 from dpfuse.engine.moments import Moment, now, seconds_between
 from dpfuse.engine.plan import BucketPlan
 from dpfuse.errors import DPFuseError
@@ -34,7 +33,7 @@ class _Backward:
     delivered: Moment | None = None  # all gradients are averaged
 
 
-class BackwardRecorder(listening.ReadyRecorder):
+class BackwardRecorder(ReadyRecorder):
     """Records when a backward begins and ends, when gradients are ready, and when all of them are averaged.
 
     On CUDA it records events, and waits for them only when the times are read. It calls `after` after each recorded

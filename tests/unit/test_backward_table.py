@@ -62,10 +62,10 @@ def test_nothing_but_the_table_says_what_the_state_is():
         names = [ast.unparse(each) for target in targets if target for each in getattr(target, "elts", [target])]
         if "self.state" in names:
             sources.append(ast.unparse(node))
-    assert sources == [
-        "self.state: State = IDLE",
+    assert sorted(sources) == [
         "self.state = after",
         "self.state, self._run, self.completed = (after, run, completed)",
+        "self.state: State = IDLE",
     ]
 
 

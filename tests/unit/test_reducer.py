@@ -26,10 +26,11 @@ from dpfuse.engine.lost_steps import LostSteps
 from dpfuse.engine.param_spec import ParamSpec
 from dpfuse.engine.plan import plan_buckets
 from dpfuse.engine.protocols import Delivery, Feed
-from dpfuse.engine.reducer import Reducer, Wiring
+from dpfuse.engine.reducer import Reducer
 from dpfuse.engine.report import ALL_WELL, Reading
 from dpfuse.engine.report_layout import Field, Question, ReportLayout
 from dpfuse.engine.send_order import SendOrder
+from dpfuse.engine.settings import SyncSettings
 from dpfuse.engine.sync_decision import Window
 from dpfuse.errors import DPFuseError
 
@@ -140,38 +141,31 @@ class Bench:
 
     def __init__(self, *, feed=None, strict=False, warn_unused=False, watchers=()):
         self.log, self.hooks, self.seen, self.guarded, self.installed = [], {}, [], [], []
-        self.window = Window()
+        self.window, self.agreed = Window(), None
+        self.settings = SyncSettings(warn_unused=warn_unused)
         self.refuse_rebuild = None
         self.at_end = 0
-        self.all_decline = True  # whether the peers raise an error where this rank declines the vote on the buckets
         self.lost = LostSteps(lambda optimizer: True)
         in_use = self.planned([f"p{i}" for i in range(6)], feed)
         self.params, self.names = in_use.params, in_use.names
         self.layout, self.question = ReportLayout(), Question("what", lambda: None)
         self.layout.compare(Field("wrapper", lambda: 0, lambda number: f"has number {number}", "Use the same."))
         self.layout.ask(self.question)
-        wiring = Wiring(
+        self.reducer = Reducer(
+            in_use,
+            maker=self,
+            membership=SimpleNamespace(rank=RANK, size=SIZE, check=lambda: None, answer=self.answer),
             window=self.window,
             layout=self.layout,
             track=Track(),
             events=Events(watchers),
-            warn_unused=warn_unused,
-            asks_graph=False,
             order=SendOrder(Group(), 0, hears_at_once=strict),
-            rank=RANK,
-            size=SIZE,
-            open_backward=lambda: self.reducer.open(announced=False),
-            open_at_end=self.open_at_end,
-            rebuild=self.rebuild,
-            decline=self.decline,
-            check_group=lambda: None,
-            install=self.install,
-            come_last=lambda param: True,
-            spoil=self.guarded.append,
-            answer=lambda question: self.log.append(("answer", question)),
             lost=self.lost,
+            hooks=SimpleNamespace(install=self.install, come_last=lambda param: True),
         )
-        self.reducer = Reducer(in_use, wiring)
+        self.reducer.watch = SimpleNamespace(
+            begin=lambda: self.reducer.open(announced=False), begin_at_end=self.open_at_end
+        )
 
     def planned(self, names, feed):
         plan = plan_buckets([ParamSpec(name, (4,), "float32") for name in names], 32 / 2**20, 16 / 2**20)
@@ -195,16 +189,20 @@ class Bench:
         self.installed.append(set(hooks))
         self.hooks.update(hooks)
 
-    def rebuild(self, order, marks, hidden):
-        self.seen.append((order, marks))
-        if self.refuse_rebuild is not None:
-            return self.refuse_rebuild
-        self.reducer.adopt(self.reducer.in_use.remade(self.reducer.buckets, marks=marks), rebuilt=True)
-        return None
+    def answer(self, question):
+        self.log.append(("answer", question))
 
-    def decline(self, *, out_of_memory):
+    def agree(self, in_use, order, marks, *, hidden):
+        self.seen.append((order, marks))
+        if self.refuse_rebuild is None:
+            self.agreed = in_use.remade(in_use.buckets, marks=marks)
+        return self.refuse_rebuild
+
+    def decline(self, param_count, *, out_of_memory):  # the peers raise an error then
         self.log.append(("decline",))
-        return self.all_decline
+
+    def spoil(self, in_use):
+        self.guarded.append(in_use.report)
 
     def open_at_end(self):
         self.at_end += 1
@@ -456,18 +454,18 @@ def test_a_warning_that_is_an_error_comes_when_all_is_delivered():
 @pytest.mark.parametrize("all_decline", [True, False], ids=["in the vote", "after it"])
 def test_a_backward_that_dies_after_the_gradients_were_averaged_declines_the_vote(all_decline):
     bench = Bench()
-    bench.all_decline = all_decline
 
-    def interrupted(order, marks, hidden):
+    def interrupted(in_use, order, marks, *, hidden):
+        bench.agreed = None if all_decline else in_use.remade(in_use.buckets, marks=marks)
         raise KeyboardInterrupt
 
-    object.__setattr__(bench.reducer._wiring, "rebuild", interrupted)
+    bench.agree = interrupted
     with pytest.raises(KeyboardInterrupt):
         bench.backward()
     assert bench.reducer.state is State.ABANDONED
     bench.log.clear()
     bench.reducer.drain()
-    assert bench.log == [("decline",)]
+    assert bench.log == [("decline",)] * all_decline
     # Where the vote had ended, the peers have used a mean that this rank has not.
     assert (bench.reducer.completed, bench.lost.steps) == ((0, []) if all_decline else (1, [1]))
 
@@ -535,7 +533,7 @@ def test_once_a_collective_may_follow_each_report_is_waited_for_with_all_ranks(w
     bench.report.is_on_cpu = False
     bench.backward()
     assert bench.report.reads[-1] == (False, False)
-    bench.reducer._wiring.order.hears_at_once = True  # a sharded optimizer was made
+    bench.reducer._order.hears_at_once = True  # a sharded optimizer was made
     if where == "report":
         bench.backward()
         assert len(bench.guarded) == 1, "the gradients of the one before"

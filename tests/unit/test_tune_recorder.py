@@ -76,13 +76,13 @@ class Listener:
 
 
 def recorded(synchronises=True, **options):
-    model, watch = Layers(), BackwardWatch()
-    listener = Listener(synchronises)
+    model, listener = Layers(), Listener(synchronises)
+    watch = BackwardWatch(listener)
     recorder = listener.recorder = BackwardRecorder(3, on_gpu=False, **options)
     recorder.join(SimpleNamespace(without_inputs=False))
-    watch.listener = listener
     params = [model.first, model.second, model.unused]
-    hooks = ReadyHooks(False, recorder.stamped)
+    hooks = ReadyHooks(alone=False)
+    hooks.recorder = recorder
     hooks.put_on(params)
     hooks.install(dict(enumerate(listener.mark(name) for name in ("first", "second", "unused"))))
     return model, watch, listener, recorder
@@ -141,7 +141,8 @@ def test_an_unannounced_backward_is_opened_by_its_first_ready_mark(group):
     marks = [lambda param: watch.begin() for _ in range(3)]
     for param in (model.first, model.second):
         param._post_accumulate_grad_hooks.clear()
-    hooks = ReadyHooks(False, recorder.stamped)
+    hooks = ReadyHooks(alone=False)
+    hooks.recorder = recorder
     hooks.put_on([model.first, model.second, model.unused])
     hooks.install(dict(enumerate(marks)))
     model(torch.ones(8)).sum().backward()

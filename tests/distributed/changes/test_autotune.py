@@ -91,7 +91,7 @@ def test_hooks_and_buckets_are_the_plain_ones_afterwards(rank, size):
             count += 1
     assert times.steps >= count  # who measures goes on measuring
     assert not any("stamped" in name for name in hooks_of(model))
-    assert model._sync.grads.listening.watch.listener is model._sync.grads.reducer
+    assert model._sync.grads.watch.listener is model._sync.grads.reducer
     assert model._sync.grads.events.bucket_landed == ()
 
 
