@@ -9,7 +9,7 @@ from weakref import ref
 
 from torch.optim import Optimizer
 
-from dpfuse.engine.optimizer_step_hook import call_after_steps
+from dpfuse.engine.optimizer_step_hook import call_after_steps, living_optimizers
 from dpfuse.engine.report_layout import Field
 from dpfuse.engine.torch_private import STEP
 
@@ -23,7 +23,7 @@ class LostSteps:
 
     The other ranks may have used it, and then hear of it in the next averaged backward. Where all ranks have lost the
     same number, nothing is told. A step of an optimizer that follows all the same uses the mean. Where means were used
-    and no step of an optimizer of torch was heard, the program updates its weights in another way: nothing is told.
+    and no optimizer of torch has the parameters, the program updates its weights in another way: nothing is told.
 
     Args:
         concerns: whether an optimizer updates parameters of the model.
@@ -44,7 +44,9 @@ class LostSteps:
 
     def note(self, step: int) -> None:
         """Note that the mean of this synchronised backward, from 1, may be lost."""
-        if step and step not in self.steps and (step == 1 or self.heard):
+        if not step or step in self.steps:
+            return
+        if step == 1 or self.heard or any(map(self._concerns, living_optimizers())):
             self.steps.append(step)
 
     def look(self, step: int) -> None:

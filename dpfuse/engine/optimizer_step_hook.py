@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet, ref
@@ -11,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dpfuse.engine.torch_private import leave_untraced
 
-__all__ = ["call_after_steps", "call_before_steps", "leave_steps_untold"]
+__all__ = ["call_after_steps", "call_before_steps", "leave_steps_untold", "living_optimizers"]
 
 _parts: WeakSet[Optimizer] = WeakSet()  # optimizers whose steps no user is told of
 
@@ -74,3 +75,9 @@ def call_after_steps(user: Any) -> None:
 def leave_steps_untold(optimizer: Optimizer) -> None:
     """Call no user at the steps of this optimizer: it does a part of what another one does, or is only tried out."""
     _parts.add(optimizer)
+
+
+def living_optimizers() -> list[Optimizer]:
+    """Return all optimizers of the process that have parameters. It takes milliseconds: the garbage collector knows."""
+    found = [each for each in gc.get_objects() if issubclass(type(each), Optimizer)]
+    return [each for each in found if hasattr(each, "param_groups")]  # else its constructor has raised

@@ -505,15 +505,13 @@ class Reducer:
                 while run.stage < len(stages):
                     stages[run.stage]()
                     run.stage += 1
-                break
+                return
             except BaseException as error:
                 if self.state is not IDLE and not noted and self._goes_on_after(error):
                     noted = True  # the same stage comes again; the peers hear of it
                     continue
                 self._give_up(error)
                 raise
-        if noted:
-            self.accumulation.forget()  # a bucket may have been sent, and its sums not forgotten
 
     def _goes_on_after(self, error: BaseException) -> bool:
         """Whether `close` can go on and report this error to the peers, which wait for this rank."""
@@ -939,6 +937,8 @@ class Reducer:
         """
         run, report = self._run, self._in_use.report
         assert run.reading is not None
+        if run.outcome.error is not None:  # it may have struck between the start of a bucket and the end of its feed
+            self.accumulation.forget()
         if run.reading is not ALL_WELL and not run.reading.all_well:
             self._fail(run.reading)
         if run.delivered:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterable, Mapping, Sequence
 from weakref import WeakKeyDictionary
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from dpfuse.engine.optimizer_step_hook import living_optimizers
 from dpfuse.engine.sample import Sample, are_comparable, sample_of, values_of
 from dpfuse.engine.streams import HostCopy
 from dpfuse.findings import findings
@@ -94,8 +94,7 @@ class UnownedParameters:
         One that wraps another one has the parameters of that. Often it has no hooks, so its steps are not seen.
         """
         wanted = set(map(id, rest))
-        optimizers = [each for each in gc.get_objects() if issubclass(type(each), Optimizer)]
-        groups = (group for each in optimizers for group in getattr(each, "param_groups", ()))
+        groups = (group for each in living_optimizers() for group in each.param_groups)
         return any(id(param) in wanted for group in groups for param in group["params"])
 
     def _rest(self, params: Iterable[Tensor]) -> list[Tensor]:

@@ -158,7 +158,7 @@ class ModuleFollower:
             raise
         except BaseException as error:
             if error is not change.error:
-                self._grads.leave(error)  # it is unknown in which vote the peers are
+                self._grads.membership.leave(error)  # it is unknown in which vote the peers are
             raise
 
 

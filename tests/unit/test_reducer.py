@@ -618,3 +618,15 @@ def test_no_hook_notes_the_stream_in_the_recorded_backward_unless_buckets_accumu
     bench.install(bench.reducer.hooks())
     bench.backward()
     assert len(noted) == (6 if feed else 0)
+
+
+def test_a_mean_before_the_first_step_is_lost_if_an_optimizer_has_the_parameters():
+    param = nn.Parameter(torch.zeros(4))
+    lost = LostSteps(lambda optimizer: any(param is each for each in optimizer.param_groups[0]["params"]))
+    lost.note(2)  # the program may have used the first mean itself
+    assert lost.steps == []
+    optimizer = torch.optim.SGD([param], lr=0.1)
+    lost.note(2)
+    assert lost.steps == [2]
+    optimizer.step()
+    assert lost.steps == []
