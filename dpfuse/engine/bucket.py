@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from enum import Enum, auto
+from operator import attrgetter
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,7 @@ class BucketState(Enum):
 
 FREE, FLIGHT, LANDED = BucketState  # for the hot path: before Python 3.12, looking up a member is slow
 _NOTHING: frozenset[int] = frozenset()
+_grad_of = attrgetter("grad")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +130,7 @@ class GradBucket:
         self._exchange_landed = overridden(Exchange, "landed", exchange)
         self._delivered = (*overridden(Exchange, "deliver", exchange), *overridden(PackStep, "delivered", *steps))
         self._discard = overridden(Exchange, "discard", exchange)
-        self._repeats = parts.feed.repeats and not (self._take or self._before)
+        self._again = None if self._take or self._before else parts.feed.again
         self._work: dist.Work | None = None
         self._sources: list[Tensor | None] = []
         self._sent: Tensor = parts.buffer.flat
@@ -153,7 +155,7 @@ class GradBucket:
         try:
             if outcome.frozen:
                 self._keep_frozen(outcome)
-            grads = [param.grad for param in buffer.params]
+            grads = list(map(_grad_of, buffer.params))
             for prepare in self._prepare:
                 prepare(grads, complete=complete)
             if outcome.frozen or not complete:
@@ -333,9 +335,11 @@ class GradBucket:
 
     def _pack(self, grads: list[Tensor | None], outcome: Outcome) -> None:
         parts, buffer = self.parts, self.parts.buffer
-        if self._repeats and not (self.missing or self._frozen):
+        report = None
+        if self._again is not None and not (self.missing or self._frozen):
             report = None if parts.report is None else parts.report.source(outcome)
-            if parts.feed.pack_again(grads, report):
+            sources = grads if report is None else [*grads, report]
+            if self._again(sources, buffer.table, buffer.averaging.pre_scale):
                 for after in self._after:
                     after(PackArguments(buffer.table, self.missing, buffer.averaging.pre_scale))
                 for write in self._report_writers:
@@ -355,7 +359,7 @@ class GradBucket:
         if self.missing:
             outcome.missing += tuple(self.missing)
         if parts.report is not None:
-            arguments.report = parts.report.source(outcome)
+            arguments.report = parts.report.source(outcome) if report is None else report
         parts.feed.pack(grads, arguments)
         for after in self._after:
             after(arguments)
