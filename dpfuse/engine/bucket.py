@@ -121,6 +121,7 @@ class GradBucket:
         self._empty = overridden(Exchange, "empty", exchange)
         self._started = overridden(Exchange, "started", exchange)
         self._prepare = overridden(Delivery, "prepare", delivery)
+        self._hand_out = overridden(Delivery, "hand_out_early", delivery) if parts.buffer.params else ()
         self._before = overridden(PackStep, "before", *steps)
         self._after = overridden(PackStep, "after", *steps)
         self._report_writers: Sequence[Callable[..., None]] = () if parts.report is None else parts.report.writers
@@ -198,21 +199,19 @@ class GradBucket:
 
     def wait(self) -> None:
         """Wait for the exchange: on a CPU until it has ended, on CUDA by ordering the current stream after it."""
-        if profiler_runs():
-            with ranged("dpfuse::wait", self._label):
-                self._wait()
-        else:
-            self._wait()
-
-    def _wait(self) -> None:
         if self.state is not FLIGHT:
             raise self._misuse(FLIGHT)
         assert self._work is not None
         parts, buffer, events = self.parts, self.parts.buffer, self._around.events
+        is_last = parts.report is not None
         for tell in events.bucket_waited_for:
             tell(self._sent)
         try:
-            finish(self._work, self._around.board, self.plan.device, last=parts.report is not None)
+            if profiler_runs():
+                with ranged("dpfuse::wait", self._label):
+                    finish(self._work, self._around.board, self.plan.device, last=is_last)
+            else:
+                finish(self._work, self._around.board, self.plan.device, last=is_last)
         except BaseException as error:
             self._leave_after(error)
             raise
@@ -237,7 +236,9 @@ class GradBucket:
         if self._frozen:
             untouched = untouched | self._frozen
         self.untouched = untouched
-        if parts.buffer.params:
+        if parts.delivery.is_done and not (self.missing or untouched):
+            self.gave_views = self._gives_views
+        elif parts.buffer.params:
             self.gave_views = parts.delivery.deliver(self.missing, untouched) and self._gives_views
         for delivered in self._delivered:
             delivered(untouched)
@@ -344,7 +345,8 @@ class GradBucket:
                     after(PackArguments(buffer.table, self.missing, buffer.averaging.pre_scale))
                 for write in self._report_writers:
                     write(self.plan, buffer, parts.report)
-                parts.delivery.hand_out_early(_NOTHING)
+                for hand_out in self._hand_out:
+                    hand_out(_NOTHING)
                 self.rides = self.carries and parts.delivery.is_done and not self._around.events.bucket_landed
                 return
         without = [*self.missing, *self._frozen.intersection(buffer.indices)] if self._frozen else self.missing
@@ -365,8 +367,8 @@ class GradBucket:
             after(arguments)
         for write in self._report_writers:
             write(self.plan, buffer, parts.report)
-        if buffer.params:
-            parts.delivery.hand_out_early(self._frozen.union(self.missing) if self.missing else self._frozen)
+        for hand_out in self._hand_out:
+            hand_out(self._frozen.union(self.missing) if self.missing else self._frozen)
 
     def _send_zeros_for(self, error: Exception, outcome: Outcome) -> None:
         parts = self.parts
