@@ -220,8 +220,21 @@ def finish(work: dist.Work, board: Board | None, device: str = "cpu", *, last: b
             work.wait(NO_LIMIT)
             if last:
                 board.device_done = _completion(work, kind, board)
-        elif not _ends_within_a_slice(work):
-            _wait_in_slices(work, board)
+            return
+        while True:
+            try:
+                work.wait(SLICE)
+                return  # nearly always the first time
+            except RuntimeError as error:  # it has failed, or is not done
+                if has_raised(error):
+                    raise  # the next stage of the work could not start
+            if work.is_completed():
+                work.wait(NO_LIMIT)  # raises the error with which the work failed
+                return
+            failure = board.peer_failure  # read once: the heartbeat may take it back
+            if failure is not None and failure.waits in (None, board.waits):
+                _unfinished.append(work)
+                raise _error_of(failure, board)
     except RuntimeError as error:
         if isinstance(error, DPFuseError) and error.ranks:
             raise
@@ -320,26 +333,6 @@ def has_unfinished_works() -> bool:
 def forget_unfinished_works() -> None:
     """Forget the works that `finish` gave up; for a fork, whose parent owns them."""
     _unfinished.clear()
-
-
-def _ends_within_a_slice(work: dist.Work) -> bool:
-    try:
-        work.wait(SLICE)
-        return True
-    except RuntimeError as error:
-        if has_raised(error):
-            raise  # the next stage of the work could not start
-        return False  # it has failed, or is not done
-
-
-def _wait_in_slices(work: dist.Work, board: Board) -> None:
-    while not work.is_completed():
-        failure = board.peer_failure  # read once: the heartbeat may take it back
-        if failure is not None and failure.waits in (None, board.waits):
-            _unfinished.append(work)
-            raise _error_of(failure, board)
-        _ends_within_a_slice(work)
-    work.wait(NO_LIMIT)  # raises the error with which the work failed
 
 
 def _error_of(failure: PeerFailure, board: Board) -> DPFuseError:

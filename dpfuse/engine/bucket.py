@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from enum import Enum, auto
+from operator import attrgetter
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,7 @@ class BucketState(Enum):
 
 FREE, FLIGHT, LANDED = BucketState  # for the hot path: before Python 3.12, looking up a member is slow
 _NOTHING: frozenset[int] = frozenset()
+_grad_of = attrgetter("grad")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +121,7 @@ class GradBucket:
         self._empty = overridden(Exchange, "empty", exchange)
         self._started = overridden(Exchange, "started", exchange)
         self._prepare = overridden(Delivery, "prepare", delivery)
+        self._hand_out = overridden(Delivery, "hand_out_early", delivery) if parts.buffer.params else ()
         self._before = overridden(PackStep, "before", *steps)
         self._after = overridden(PackStep, "after", *steps)
         self._report_writers: Sequence[Callable[..., None]] = () if parts.report is None else parts.report.writers
@@ -128,7 +131,7 @@ class GradBucket:
         self._exchange_landed = overridden(Exchange, "landed", exchange)
         self._delivered = (*overridden(Exchange, "deliver", exchange), *overridden(PackStep, "delivered", *steps))
         self._discard = overridden(Exchange, "discard", exchange)
-        self._repeats = parts.feed.repeats and not (self._take or self._before)
+        self._again = None if self._take or self._before else parts.feed.again
         self._work: dist.Work | None = None
         self._sources: list[Tensor | None] = []
         self._sent: Tensor = parts.buffer.flat
@@ -153,7 +156,7 @@ class GradBucket:
         try:
             if outcome.frozen:
                 self._keep_frozen(outcome)
-            grads = [param.grad for param in buffer.params]
+            grads = list(map(_grad_of, buffer.params))
             for prepare in self._prepare:
                 prepare(grads, complete=complete)
             if outcome.frozen or not complete:
@@ -196,21 +199,19 @@ class GradBucket:
 
     def wait(self) -> None:
         """Wait for the exchange: on a CPU until it has ended, on CUDA by ordering the current stream after it."""
-        if profiler_runs():
-            with ranged("dpfuse::wait", self._label):
-                self._wait()
-        else:
-            self._wait()
-
-    def _wait(self) -> None:
         if self.state is not FLIGHT:
             raise self._misuse(FLIGHT)
         assert self._work is not None
         parts, buffer, events = self.parts, self.parts.buffer, self._around.events
+        is_last = parts.report is not None
         for tell in events.bucket_waited_for:
             tell(self._sent)
         try:
-            finish(self._work, self._around.board, self.plan.device, last=parts.report is not None)
+            if profiler_runs():
+                with ranged("dpfuse::wait", self._label):
+                    finish(self._work, self._around.board, self.plan.device, last=is_last)
+            else:
+                finish(self._work, self._around.board, self.plan.device, last=is_last)
         except BaseException as error:
             self._leave_after(error)
             raise
@@ -235,7 +236,9 @@ class GradBucket:
         if self._frozen:
             untouched = untouched | self._frozen
         self.untouched = untouched
-        if parts.buffer.params:
+        if parts.delivery.is_done and not (self.missing or untouched):
+            self.gave_views = self._gives_views
+        elif parts.buffer.params:
             self.gave_views = parts.delivery.deliver(self.missing, untouched) and self._gives_views
         for delivered in self._delivered:
             delivered(untouched)
@@ -333,14 +336,17 @@ class GradBucket:
 
     def _pack(self, grads: list[Tensor | None], outcome: Outcome) -> None:
         parts, buffer = self.parts, self.parts.buffer
-        if self._repeats and not (self.missing or self._frozen):
+        report = None
+        if self._again is not None and not (self.missing or self._frozen):
             report = None if parts.report is None else parts.report.source(outcome)
-            if parts.feed.pack_again(grads, report):
+            sources = grads if report is None else [*grads, report]
+            if self._again(sources, buffer.table, buffer.averaging.pre_scale):
                 for after in self._after:
                     after(PackArguments(buffer.table, self.missing, buffer.averaging.pre_scale))
                 for write in self._report_writers:
                     write(self.plan, buffer, parts.report)
-                parts.delivery.hand_out_early(_NOTHING)
+                for hand_out in self._hand_out:
+                    hand_out(_NOTHING)
                 self.rides = self.carries and parts.delivery.is_done and not self._around.events.bucket_landed
                 return
         without = [*self.missing, *self._frozen.intersection(buffer.indices)] if self._frozen else self.missing
@@ -355,14 +361,14 @@ class GradBucket:
         if self.missing:
             outcome.missing += tuple(self.missing)
         if parts.report is not None:
-            arguments.report = parts.report.source(outcome)
+            arguments.report = parts.report.source(outcome) if report is None else report
         parts.feed.pack(grads, arguments)
         for after in self._after:
             after(arguments)
         for write in self._report_writers:
             write(self.plan, buffer, parts.report)
-        if buffer.params:
-            parts.delivery.hand_out_early(self._frozen.union(self.missing) if self.missing else self._frozen)
+        for hand_out in self._hand_out:
+            hand_out(self._frozen.union(self.missing) if self.missing else self._frozen)
 
     def _send_zeros_for(self, error: Exception, outcome: Outcome) -> None:
         parts = self.parts

@@ -123,24 +123,21 @@ class RenewedViews(Delivery):
         self._hooks = hooks
         self._memory = memory
         self._private = private
-        self._elsewhere: list[int] = []  # places of gradients that stay where they are
+        self._elsewhere: Sequence[int] = ()  # places of gradients that stay where they are
 
     def prepare(self, grads: list[Tensor | None], *, complete: bool) -> None:
         self.handed_out = self._hooks.are_ours
         self._memory.before_write(lists=1)
         if self.handed_out:
             self._elsewhere = self._memory.elsewhere(grads, complete=complete)
-
-    def hand_out_early(self, missing: Set[int]) -> None:
-        """Let `.grad` lie in the buffer, except for the missing ones, if no other hook reads what was accumulated."""
-        if self.handed_out:
-            self._hand_out(missing)
+        else:
+            self._elsewhere = range(len(grads))  # until the end: another hook reads what was accumulated
 
     def deliver(self, missing: Collection[int], untouched: Set[int]) -> bool:
         """As `Delivery.deliver`. The mean is copied to gradients that do not lie in the buffer."""
         indices = self._memory.buffer.indices
         if not self.handed_out:
-            grads = [param.grad for param in self._memory.buffer.params]
+            grads = list(map(_grad_of, self._memory.buffer.params))
             self._elsewhere = self._memory.elsewhere(grads, complete=False)
             del grads
             self._hand_out(untouched)
@@ -156,17 +153,20 @@ class RenewedViews(Delivery):
         with torch.no_grad():
             self._memory.buffer.clear_gradients()
 
-    def _hand_out(self, but: Set[int]) -> None:
+    def _hand_out(self, missing: Set[int]) -> None:
+        """Let `.grad` lie in the buffer, except for the missing ones and those that stay where they are."""
         buffer, gradients = self._memory.buffer, self._memory.gradients
-        if not but and not self._elsewhere:
+        if not missing and not self._elsewhere:
             with suppress(TypeError, RuntimeError):  # of a parameter that was converted since forward
                 for param, gradient in zip(buffer.params, gradients, strict=True):
                     param.grad = gradient
                 return
         for place, (index, param) in enumerate(zip(buffer.indices, buffer.params, strict=True)):
-            if index not in but and place not in self._elsewhere:
+            if index not in missing and place not in self._elsewhere:
                 with suppress(TypeError, RuntimeError):
                     param.grad = gradients[place]
+
+    hand_out_early = _hand_out
 
 
 class EarlyPrivate(Delivery):

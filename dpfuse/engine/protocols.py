@@ -38,10 +38,17 @@ class PackArguments:
 
 
 class Feed:
-    """How gradients come into the communication buffer. Methods other than `pack` do nothing unless overridden."""
+    """How gradients come into the communication buffer. Methods other than `pack` do nothing unless overridden.
 
-    held: Set[int] = frozenset()  # registration indices of parameters whose gradients are partly in the buffer
-    repeats = False  # whether `pack_again` may do anything
+    Attributes:
+        held: registration indices of parameters whose gradients are partly in the buffer.
+        again: packs as the last `pack` did, if these gradients, and the report after them, are as usual. It gets the
+            table and the scale, and returns whether it has packed them. No gradient is missing, and no step changes
+            anything. None if there is no such short way.
+    """
+
+    held: Set[int] = frozenset()
+    again: Callable[[list[Tensor | None], PointerTable, float], bool] | None = None
 
     def hooks(self) -> dict[int, Callable[[], None]]:
         """Return what to call when the gradient of a parameter is ready, by registration index."""
@@ -50,13 +57,6 @@ class Feed:
     def pack(self, grads: list[Tensor | None], arguments: PackArguments) -> None:
         """Write all gradients into the buffer; None is a gradient of zeros."""
         raise NotImplementedError
-
-    def pack_again(self, grads: list[Tensor | None], report: Tensor | None) -> bool:
-        """Do what the last `pack` did, if it had such gradients at the same addresses; return whether that was done.
-
-        There is nothing that steps would change, and no gradient is missing.
-        """
-        return False
 
     def sent(self) -> None:
         """Forget what was packed before. The buffer was sent, with gradients or empty."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dpfuse.engine.comm_buffer import CommBuffer
-from dpfuse.engine.torch_private import holders_of, is_private
+from dpfuse.engine.torch_private import holders_at, is_private
 from dpfuse_kernels.layout import TransposeCheck
 
 __all__ = ["RenewedMemory"]
@@ -47,12 +47,24 @@ class RenewedMemory:
         Args:
             lists: how many lists the caller has of all gradients.
         """
-        if self._is_filled or not self._is_held(1 + lists):
+        if self._is_filled:
             return
-        self.buffer.renew()
-        self._note()
-        for use_buffer in self._followers:
-            use_buffer()
+        if self._alias.data_ptr() != self.buffer.flat.data_ptr():
+            self._renew()  # it was moved to memory that is shared with another process
+            return
+        if self._transposed.fails():  # first, since to replace some begins the check again with the others
+            self._replace(range(len(self.gradients)))
+        addresses = list(map(Tensor.data_ptr, self.gradients))
+        if addresses != self._addresses:
+            self._replace([place for place, one in enumerate(addresses) if one != self._addresses[place]])
+        names = list(map(getrefcount, self.gradients))
+        if names != self._names:
+            known = 1 + lists  # references to each `.grad` that are our own
+            for place, param in enumerate(self.buffer.params):
+                names[place] -= known * (param.grad is self.gradients[place])
+        holders = getrefcount(self._storage), holders_at(self._storage._cdata)
+        if names != self._names or holders != self._holders:
+            self._renew()
 
     def filled(self, *, is_filled: bool) -> None:
         """Note whether the buffer holds gradients of the running backward before it is packed."""
@@ -98,20 +110,12 @@ class RenewedMemory:
             if grad is None or grad.data_ptr() != address
         ]
 
-    def _is_held(self, known: int) -> bool:
-        """Return whether a program holds a gradient. Of the references to a `.grad`, `known` are our own."""
-        if self._alias.data_ptr() != self.buffer.flat.data_ptr():
-            return True  # it was moved to memory that is shared with another process
-        if self._transposed.fails():  # first, since to replace some begins the check again with the others
-            self._replace(range(len(self.gradients)))
-        addresses = list(map(Tensor.data_ptr, self.gradients))
-        if addresses != self._addresses:
-            self._replace([place for place, one in enumerate(addresses) if one != self._addresses[place]])
-        names = list(map(getrefcount, self.gradients))
-        if names != self._names:
-            for place, param in enumerate(self.buffer.params):
-                names[place] -= known * (param.grad is self.gradients[place])
-        return names != self._names or self._count() != self._holders
+    def _renew(self) -> None:
+        """Give the buffer new memory."""
+        self.buffer.renew()
+        self._note()
+        for use_buffer in self._followers:
+            use_buffer()
 
     def _replace(self, places: Iterable[int]) -> None:
         """Forget gradients that have changed in place: `param.grad.data = x`, `param.grad.t_()`."""
@@ -131,10 +135,7 @@ class RenewedMemory:
         self._transposed = TransposeCheck(self.gradients)
         self._addresses = list(map(Tensor.data_ptr, self.gradients))
         self._names = list(map(getrefcount, self.gradients))
-        self._holders = self._count()
-
-    def _count(self) -> tuple[int, int]:
-        return getrefcount(self._storage), holders_of(self._storage)
+        self._holders = getrefcount(self._storage), holders_at(self._storage._cdata)
 
 
 def _names_of_one() -> int:

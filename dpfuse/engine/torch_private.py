@@ -33,6 +33,7 @@ __all__ = [
     "default_store",
     "dtensor_of",
     "engine_run_backward",
+    "holders_at",
     "holders_of",
     "hook_tables",
     "inside_compiled",
@@ -277,9 +278,13 @@ class OnStream:
         torch._C._cuda_setStream(stream_id=stream_id, device_index=device_index, device_type=device_type)
 
 
+# Counts the tensors that use the memory of which this is the `_cdata`, and its Python object as one.
+holders_at: Callable[[int], int] = torch._C._storage_Use_Count
+
+
 def holders_of(storage: torch.UntypedStorage) -> int:
     """Count the tensors that use this memory, and its Python object as one."""
-    return torch._C._storage_Use_Count(storage._cdata)
+    return holders_at(storage._cdata)
 
 
 def owners_and_holders(tensors: Sequence[Tensor], storages: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -289,7 +294,7 @@ def owners_and_holders(tensors: Sequence[Tensor], storages: Sequence[int]) -> tu
         tensors: dense.
         storages: `_cdata` of the memory of each, which must be kept alive.
     """
-    return owners_of(tensors), list(map(torch._C._storage_Use_Count, storages))
+    return owners_of(tensors), list(map(holders_at, storages))
 
 
 def owners_of(tensors: Sequence[Tensor]) -> list[int]:
@@ -339,14 +344,14 @@ def are_private(grads: Sequence[Tensor], storages: Sequence[torch.UntypedStorage
         return False
     holders, owners = _REFERENCES
     storages = storages or list(map(Tensor.untyped_storage, grads))
-    counts = set(map(torch._C._storage_Use_Count, map(_cdata, storages)))
+    counts = set(map(holders_at, map(_cdata, storages)))
     return counts <= {holders} and set(map(_owners, grads)) <= {owners}
 
 
 def _references(grad: Tensor, storage: torch.UntypedStorage) -> tuple[int, int]:
     """Count the tensors that use its memory, and the owners of `grad`: parameters, autograd, views that users keep."""
     owners: int = grad._use_count()  # type: ignore[attr-defined]
-    return torch._C._storage_Use_Count(storage._cdata), owners
+    return holders_of(storage), owners
 
 
 def _references_of_one() -> tuple[int, int] | None:

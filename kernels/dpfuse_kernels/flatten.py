@@ -269,21 +269,32 @@ def flatten(
 
 
 def flatten_again(tensors: list[Tensor | None], table: PointerTable, scale: float) -> bool:
-    """Pack `tensors` as the last call of `flatten` over this table did, if that had such tensors at these addresses.
+    """Pack `tensors` as the last call of `flatten` over this table did, if they are as usual.
+
+    For a kernel that means tensors like those of that call, at the same addresses. Elsewhere it means tensors that have
+    the dtype of the table, and are not their slots.
 
     Args:
-        tensors: as for `flatten`; a list.
+        tensors: as for `flatten` with `matched`; a list.
         table: as for `flatten`.
         scale: as for `flatten`.
 
     Returns:
-        Whether they were packed. If not, `flatten` checks them, and says what is wrong.
+        Whether they were packed. If not, `flatten` packs them, or says what is wrong.
 
     Example:
-        >>> from dpfuse_kernels import PointerTable, Slot
-        >>> flatten_again([torch.ones(3)], PointerTable(torch.zeros(4), [Slot("a", 0, (3,), (1,))], torch.float32), 1.0)
+        >>> from dpfuse_kernels import PointerTable, Slot, flatten
+        >>> table = PointerTable(torch.zeros(4), [Slot("a", 0, (3,), (1,))], torch.float32)
+        >>> flatten_again([torch.ones(3)], table, 1.0)
         False
+        >>> flatten([torch.ones(3)], table)
+        >>> flatten_again([torch.full((3,), 5.0)], table, 0.5), flatten_again([None], table, 0.5)
+        (True, False)
+        >>> table.flat
+        tensor([2.5000, 2.5000, 2.5000, 0.0000])
     """
+    if table.triton is False:
+        return table.host_plan.pack_matched(tensors, table, scale)
     return launch_again(_flatten_kernel, tensors, table, scale)
 
 

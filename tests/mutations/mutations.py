@@ -145,7 +145,7 @@ COMM = (
     Mutation(
         "a collective that failed after a while counts as landed",
         "dpfuse/comm/waiting.py",
-        "    work.wait(NO_LIMIT)  # raises the error with which the work failed\n",
+        "                work.wait(NO_LIMIT)  # raises the error with which the work failed\n",
         "",
         ("tests/unit/test_waiting.py", FAILURES + "test_failed_collectives.py"),
     ),

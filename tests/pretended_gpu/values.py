@@ -90,10 +90,10 @@ def compute_kernels(run: Run) -> None:
     again = at_once.flatten_again
 
     def launch_again_and_compute(tensors: Any, table: Any, scale: float) -> bool:
-        launched = again(tensors, table, scale)
-        if launched:
+        packed = again(tensors, table, scale)
+        if packed and _runs_kernels(table):
             run(lambda: flatten_reference(tensors, table, scale=scale))
-        return launched
+        return packed
 
     at_once.flatten_again = launch_again_and_compute
 

@@ -21,7 +21,8 @@ class AtOnce(Feed):
 
     def __init__(self, buffer: CommBuffer) -> None:
         self._buffer = buffer
-        self.repeats = buffer.format is PLAIN and buffer.flat.is_cuda and not buffer.dtype.is_complex
+        if buffer.format is PLAIN and not buffer.dtype.is_complex:
+            self.again = flatten_again
 
     def pack(self, grads: list[Tensor | None], arguments: PackArguments) -> None:
         buffer = self._buffer
@@ -39,8 +40,3 @@ class AtOnce(Feed):
                 residual=arguments.residual,
                 matched=True,
             )
-
-    def pack_again(self, grads: list[Tensor | None], report: Tensor | None) -> bool:
-        buffer = self._buffer
-        tensors = grads if report is None else [*grads, report]
-        return flatten_again(tensors, buffer.table, buffer.averaging.pre_scale)
