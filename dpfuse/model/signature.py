@@ -132,23 +132,30 @@ class ModelSignature:
     def unchanged(self) -> bool:
         """Is everything as it was when it was last looked at? False may be a false alarm."""
         now = self._now
+        try:
+            # Dictionaries compare values by identity first. Two tensors beside make as many answers as they have
+            # elements, which are no truth value, and raise. Delicate ones may be others that are equal.
+            if now.untold or any(now.empty) or now.tables != now.copies:
+                return False
+        except Exception:
+            return False
+        # A parameter that is still on its way (`dpfuse.sharded`) must not be waited for: its numbers are not read.
+        with torch._C.DisableTorchFunctionSubclass():
+            addresses = [*map(Tensor.data_ptr, now.samples)]
         return (
-            not now.untold
-            and not any(now.empty)
-            and _same(now.tables, now.copies)
-            and (not now.delicate or all(map(is_, chain.from_iterable(now.delicate), now.held)))
-            and (_addresses(now.samples) == now.addresses or self._only_moved(now))
-            and (not now.divided or _addresses_inside(now.divided) == now.locals or self._only_moved(now))
+            (not now.delicate or all(map(is_, chain.from_iterable(now.delicate), now.held)))
+            and (addresses == now.addresses or self._only_moved(now, addresses))
+            and (not now.divided or _addresses_inside(now.divided) == now.locals or self._only_moved(now, addresses))
             and not (now.frozen and any(map(_requires_grad, now.frozen)))
         )
 
-    def _only_moved(self, now: _Look) -> bool:
+    def _only_moved(self, now: _Look, addresses: list[int]) -> bool:
         """Whether parameters have new memory, and are of the same kind, as where a program assigns new values."""
         with torch._C.DisableTorchFunctionSubclass():
             if any(_kind_of(param) != now.known[id(param)].kind for param in now.dense):
                 return False
         self.moved = True
-        now.addresses[:] = _addresses(now.samples)
+        now.addresses[:] = addresses
         inside = _addresses_inside(now.divided)
         if inside != now.locals:
             now.locals[:] = inside
@@ -223,6 +230,8 @@ class ModelSignature:
         known_ids = set(map(id, dense))
         owned = [[param for param in child.parameters(recurse=False) if id(param) in known_ids] for child in children]
         samples = [param for params in owned for param in (params if len(params) <= FEW else params[:1])]
+        with torch._C.DisableTorchFunctionSubclass():
+            addresses = [*map(Tensor.data_ptr, samples)]
         return _Look(
             known=known,
             names={name for name, _ in module.named_parameters(remove_duplicate=False)},
@@ -236,16 +245,10 @@ class ModelSignature:
             or any(type(child).__eq__ is not object.__eq__ for child in children),
             dense=dense,
             samples=samples,
-            addresses=_addresses(samples),
+            addresses=addresses,
             divided=divided,
             locals=_addresses_inside(divided),
         )
-
-
-def _addresses(params: Sequence[Tensor]) -> list[int]:
-    # A parameter that is still on its way (`dpfuse.sharded`) must not be waited for: its numbers are not read.
-    with torch._C.DisableTorchFunctionSubclass():
-        return [*map(Tensor.data_ptr, params)]
 
 
 def _addresses_inside(params: Sequence[Any]) -> list[int]:
@@ -261,18 +264,6 @@ def _is_strided(param: Tensor) -> bool:
     """Whether it has a shape and an address, which is 0 where the memory is that of other tensors."""
     with torch._C.DisableTorchFunctionSubclass():
         return not is_lazy(param) and param.layout is torch.strided and not param.is_nested
-
-
-def _same(tables: list[dict[str, Any]], copies: list[dict[str, Any]]) -> bool:
-    """Does each table hold the very objects of its copy? Delicate ones may be others that are equal.
-
-    Dictionaries compare values by identity first. Two tensors beside make as many answers as they have elements, which
-    are no truth value, and raise.
-    """
-    try:
-        return tables == copies
-    except Exception:
-        return False
 
 
 def _is_delicate(param: Tensor | None) -> bool:
