@@ -258,8 +258,8 @@ class DistributedDataParallel(TorchHooks, Joinable):
         if hook is not None and not hook.before_forward and self._sends_buffers:
             self._run_buffer_hook()
         # Of the forwards inside no_sync() only the first sends buffers: none is sent where nothing was.
-        if self.module.training and self.require_forward_param_sync != sync.grads.reducer.require_sync:
-            self.require_forward_param_sync = sync.grads.reducer.require_sync
+        if self.module.training and self.require_forward_param_sync != sync.window.require_sync:
+            self.require_forward_param_sync = sync.window.require_sync
 
     def join(
         self,
