@@ -70,8 +70,6 @@ class ModuleFollower:
             False where `functional_call()` lets tensors stand in for parameters or buffers, which is no change.
         """
         unchanged, found = self._signature.unchanged(), self._buffers.found
-        if unchanged and self._grads.reducer.change:
-            unchanged = not self._signature.has_frozen()
         if self._schedule.beside_gradients:
             self._buffers.look_for_others()
         if (not unchanged or self._buffers.found is not found) and functional_call_runs(self._module):

@@ -60,6 +60,7 @@ class _Look(NamedTuple):
     known: dict[int, _Known]  # its parameters, by id
     names: set[str]  # of them, also the second names of those that occur twice
     frozen: list[nn.Parameter]  # those whose unfreezing must be noticed
+    unfrozen: list[nn.Parameter]  # those whose freezing must be noticed: it may undo a change that is not agreed on
     empty: list[dict[str, Any]]  # of each module, the tables that hold nothing: its parameters, its children
     tables: list[dict[str, Any]]  # and those that hold something
     copies: list[dict[str, Any]]  # of the tables
@@ -105,13 +106,13 @@ class ModelSignature:
             known[key] = each._replace(trainable=trainable, trained=trained)
         self._agreed = _Agreed(known, now.names)
         self._accumulated = set()
-        self._let_unfreeze()
+        self._let_freeze()
 
-    def _let_unfreeze(self) -> None:
-        """Do not notice that a parameter is unfrozen which has a place in the plan of the agreed model."""
+    def _let_freeze(self) -> None:
+        """Do not notice that a parameter is frozen, or unfrozen if it has a place in the plan of the agreed model."""
         known = self._agreed.known
         frozen = [param for param in self._now.frozen if not (id(param) in known and known[id(param)].trainable)]
-        self._now = self._now._replace(frozen=frozen)
+        self._now = self._now._replace(frozen=frozen, unfrozen=[])
 
     def kept(self) -> set[int]:
         """Return the ids of the parameters, frozen or not, that keep their place in a plan for what was looked at last.
@@ -147,6 +148,7 @@ class ModelSignature:
             and (addresses == now.addresses or self._only_moved(now, addresses))
             and (not now.divided or _addresses_inside(now.divided) == now.locals or self._only_moved(now, addresses))
             and not (now.frozen and any(map(_requires_grad, now.frozen)))
+            and not (now.unfrozen and not all(map(_requires_grad, now.unfrozen)))
         )
 
     def _only_moved(self, now: _Look, addresses: list[int]) -> bool:
@@ -161,10 +163,6 @@ class ModelSignature:
             now.locals[:] = inside
             self.looks += 1  # what has the local tensors looks again
         return True
-
-    def has_frozen(self) -> bool:
-        """Whether a parameter was frozen since the module was looked at, which may undo a change."""
-        return any(known.trainable and not known.param.requires_grad for known in self._now.known.values())
 
     def change(self, *, window_is_open: bool = False) -> str | None:
         """Look, and say in words what differs from the agreed model; None if nothing does.
@@ -190,7 +188,7 @@ class ModelSignature:
                     return f"parameter {now.name!r} was unfrozen"
             elif before.kind != now.kind:
                 return f"parameter {now.name!r} was converted from {before.kind} to {now.kind}"
-        self._let_unfreeze()
+        self._let_freeze()
         return None
 
     def reaches_parameters(self) -> bool:
@@ -236,6 +234,7 @@ class ModelSignature:
             known=known,
             names={name for name, _ in module.named_parameters(remove_duplicate=False)},
             frozen=[each.param for each in known.values() if not each.trainable],
+            unfrozen=[each.param for each in known.values() if each.trainable],
             empty=[table for table in tables if not table],
             tables=filled,
             copies=[*map(dict, filled)],
