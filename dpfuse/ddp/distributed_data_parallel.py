@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dpfuse.arguments import instance
 from dpfuse.comm.votes import report_failure
+from dpfuse.ddp.backward_optimizers import APPLY
 from dpfuse.ddp.join_hook import UnevenInputs, UnevenInputsHook
 from dpfuse.ddp.logging_data import logging_data
 from dpfuse.ddp.mixed_precision import MixedPrecision
@@ -220,7 +222,7 @@ class DistributedDataParallel(TorchHooks, Joinable):
         """The module's forward, as `DataParallel.forward`; inputs are moved to `device_ids`."""
         sync, hook = self._sync, self._buffer_hook
         assert sync is not None
-        if not self._optimizers_found or self._optimizers.waiting():
+        if not self._optimizers_found or (APPLY in sys.modules and self._optimizers.waiting()):
             self._find_optimizers()
         if hook is not None:
             self._buffer_futures.wait()  # those of a forward without a backward, or with one inside no_sync()
