@@ -128,7 +128,7 @@ class ModuleSync:
         self._dividing: Dividing | None = None
         self._factors_due = False  # whether factors were asked for while they could not be attached
         self._divided: tuple[Sequence[Any], str] = (), ""  # a name, and for which planned parameters it was looked for
-        buffers = BufferSync(module, options.ignored, group, agreed_buffers)
+        self._sent = buffers = BufferSync(module, options.ignored, group, agreed_buffers)
         self.buffers = BufferSchedule(buffers, active=options.broadcast_buffers)
         if options.broadcast_buffers:
             buffers.keep_values()
@@ -260,7 +260,7 @@ class ModuleSync:
             for begins in self.grads.events.forward_begins if idle else ():
                 begins(inputs)
             buffers = self.buffers
-            if (buffers.before_forward or buffers.beside_gradients):
+            if (buffers.before_forward or buffers.beside_gradients) and (self._sent.agreed or buffers.hook is not None):
                 # Those that stand in for the module's own are the program's. The next forward sends the module's.
                 due = own_tensors and buffers.due(counts=counts)
                 buffers.begin_forward(due=due, counts=counts, local=not window.require_sync, is_own=own_tensors)
