@@ -19,7 +19,15 @@ from dpfuse.engine.protocols import Companion, Delivery, Exchange, PackStep
 from dpfuse.engine.report import Report
 from dpfuse.engine.report_layout import ReportLayout
 
-__all__ = ["Engine", "Feature"]
+__all__ = ["Engine", "Feature", "Phased"]
+
+
+class Phased(Protocol):
+    """What opens and ends backwards."""
+
+    @property
+    def phase(self) -> Phase:
+        """That of the backward that is open, if any."""
 
 
 class Engine(Protocol):
@@ -50,8 +58,8 @@ class Engine(Protocol):
         """The buckets in use, in communication order."""
 
     @property
-    def phase(self) -> Phase:
-        """That of the backward that is open, if any."""
+    def reducer(self) -> Phased:
+        """What knows the phase of a backward."""
 
     @property
     def completed(self) -> int:

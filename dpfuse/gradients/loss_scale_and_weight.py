@@ -104,7 +104,7 @@ class GradientFactors(Feature):
             TypeError, ValueError: as `GradientWeight.set`.
             DPFuseError: a backward is running, or these gradients cannot be weighed.
         """
-        phase = self._engine.phase
+        phase = self._engine.reducer.phase
         if phase not in (IDLE, ABANDONED):
             raise DPFuseError(
                 f"set_gradient_weight() was called while a backward is {phase.name}, expected it before. "

@@ -26,8 +26,8 @@ from torch.optim import Optimizer
 
 from dpfuse.comm import collective
 from dpfuse.engine.comm_buffer import CommBuffer
-from dpfuse.engine.feature import Engine, Feature
-from dpfuse.engine.phase import ABANDONED, IDLE, LOCAL, Phase
+from dpfuse.engine.feature import Engine, Feature, Phased
+from dpfuse.engine.phase import ABANDONED, IDLE, LOCAL
 from dpfuse.engine.plan import Bucket
 from dpfuse.engine.protocols import PackStep
 from dpfuse.engine.report import Compared, Report
@@ -87,8 +87,8 @@ class Averages(Protocol):
         """The number of averages."""
 
     @property
-    def phase(self) -> Phase:
-        """That of the backward that is open."""
+    def reducer(self) -> Phased:
+        """What knows the phase of a backward."""
 
     @property
     def without_inputs(self) -> bool:
@@ -260,7 +260,7 @@ class WeightsCheck(Feature):
 
         After steps inside a backward that is told when it is averaged.
         """
-        state, phase, steps = self._state, self._averages.phase, self._steps
+        state, phase, steps = self._state, self._averages.reducer.phase, self._steps
         if state is OFF or (state is FIRST and phase is IDLE):
             return
         owner = steps.owners.found.get(ref(optimizer))
