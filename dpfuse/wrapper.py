@@ -128,6 +128,7 @@ class SyncedModule(nn.Module):
     _agreed_buffers: Mapping[str, BufferKind] | None = None  # that travel, on which the ranks have settled
     _finalizer: finalize[..., Any] | None = None
     _around: Callable[..., Any] | None = None  # what calls the module, its first argument, in our place
+    _forward_ended: Callable[[], None] | None = None  # what a face does after a forward that may have a backward
 
     def _connect(self, group: dist.ProcessGroup | None, *, fresh: bool) -> None:
         """Build everything that is not part of the model. A copy (not `fresh`) needs no exchange with its peers."""
@@ -228,7 +229,7 @@ class SyncedModule(nn.Module):
             outputs = call(*inputs, **kwargs)
             set_tracer(None)
             sync.after_forward(outputs, takes_part=takes_part)
-            if takes_part:
+            if takes_part and self._forward_ended is not None:
                 self._forward_ended()
             set_tracer(tracer)
             return outputs
@@ -240,9 +241,6 @@ class SyncedModule(nn.Module):
             raise
 
     leave_untraced(forward)
-
-    def _forward_ended(self) -> None:
-        """What this face does after a forward that may have a backward."""
 
     @contextmanager
     def no_sync(self, enabled: bool = True) -> Iterator[None]:

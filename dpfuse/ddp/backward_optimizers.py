@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["BackwardOptimizers"]
+__all__ = ["APPLY", "BackwardOptimizers"]
 
 APPLY = "torch.distributed.optim.apply_optimizer_in_backward"  # slow to import; unused where not imported
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dpfuse.arguments import instance
 from dpfuse.comm.votes import report_failure
+from dpfuse.ddp.backward_optimizers import APPLY
 from dpfuse.ddp.join_hook import UnevenInputs, UnevenInputsHook
 from dpfuse.ddp.logging_data import logging_data
 from dpfuse.ddp.mixed_precision import MixedPrecision
@@ -220,7 +222,7 @@ class DistributedDataParallel(TorchHooks, Joinable):
         """The module's forward, as `DataParallel.forward`; inputs are moved to `device_ids`."""
         sync, hook = self._sync, self._buffer_hook
         assert sync is not None
-        if not self._optimizers_found or self._optimizers.waiting():
+        if not self._optimizers_found or (APPLY in sys.modules and self._optimizers.waiting()):
             self._find_optimizers()
         if hook is not None:
             self._buffer_futures.wait()  # those of a forward without a backward, or with one inside no_sync()
@@ -258,8 +260,8 @@ class DistributedDataParallel(TorchHooks, Joinable):
         if hook is not None and not hook.before_forward and self._sends_buffers:
             self._run_buffer_hook()
         # Of the forwards inside no_sync() only the first sends buffers: none is sent where nothing was.
-        if self.module.training and self.require_forward_param_sync != sync.grads.reducer.require_sync:
-            self.require_forward_param_sync = sync.grads.reducer.require_sync
+        if self.module.training and self.require_forward_param_sync != sync.window.require_sync:
+            self.require_forward_param_sync = sync.window.require_sync
 
     def join(
         self,

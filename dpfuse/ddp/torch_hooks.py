@@ -18,9 +18,30 @@ from dpfuse.ddp.backward_optimizers import BackwardOptimizers
 from dpfuse.ddp.buffer_hook import BufferFutures, BufferHook
 from dpfuse.ddp.hook_check import built_in_hook, checked_hook
 from dpfuse.ddp.torch_names import TorchNames
+from dpfuse.engine.events import Watcher
 from dpfuse.model.module_sync import FaceParts
 
 __all__ = ["TorchHooks"]
+
+
+class _AfterDelivery(Watcher):
+    """Waits for buffer hooks and steps optimizers, once gradients are averaged. It hears nothing before there is one.
+
+    Args:
+        model: whose gradients they are; it is not kept alive.
+    """
+
+    def __init__(self, model: TorchHooks) -> None:
+        self.unheard = ("delivered",)
+        self._model = weakref.ref(model)
+        self._futures, self._optimizers = model._buffer_futures, model._optimizers
+
+    def delivered(self) -> None:
+        """As `Watcher.delivered`."""
+        self._futures.wait()
+        model = self._model()
+        if self._optimizers and model is not None and model._sync is not None:
+            self._optimizers.step(model._sync.grads.params)
 
 
 class TorchHooks(TorchNames):
@@ -37,20 +58,20 @@ class TorchHooks(TorchNames):
             self._optimizers_found = False
             self._buffer_futures = BufferFutures()
             self._buffer_hook: BufferHook | None = None
+            self._after_delivery = _AfterDelivery(self)
         super()._connect(group, fresh=fresh)
         assert self._sync is not None
         if self._buffer_hook is not None:
             self._sync.buffers.hook = self._weak_buffer_hook()
 
     def _face_parts(self) -> FaceParts:
-        optimizers, wrapper = self._optimizers, weakref.ref(self)
+        return FaceParts(self._after_delivery)
 
-        def step() -> None:
-            model = wrapper()
-            if model is not None and model._sync is not None:
-                optimizers.step(model._sync.grads.params)
-
-        return FaceParts([self._buffer_futures.wait, step])
+    def _hear_deliveries(self) -> None:
+        """Have something done after each synchronised backward from now on."""
+        assert self._sync is not None
+        self._after_delivery.unheard = ()
+        self._sync.grads.events.refresh()
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Let `hook` communicate the gradients, in place of the all-reduce of their means.
@@ -137,11 +158,14 @@ class TorchHooks(TorchNames):
                 "expected only such. Pass some of model.parameters()."
             )
         self._optimizers.fuse(state.functional_optimizer, chosen)
+        self._hear_deliveries()
 
     def _find_optimizers(self) -> None:
         """Step those that `_apply_optimizer_in_backward` was called for until this forward."""
         self._optimizers_found = True
         self._optimizers.take_over(param for param in self._module_parameters if param.requires_grad)
+        if self._optimizers:
+            self._hear_deliveries()
 
     def _register_buffer_comm_hook(
         self,
@@ -153,6 +177,7 @@ class TorchHooks(TorchNames):
         self._buffer_hook = BufferHook(state, hook, comm_hook_location)
         assert self._sync is not None
         self._sync.buffers.hook = self._weak_buffer_hook()
+        self._hear_deliveries()
 
     def _run_buffer_hook(self) -> None:
         assert self._buffer_hook is not None
@@ -174,5 +199,5 @@ class TorchHooks(TorchNames):
         broadcast_flat(tensors, self.process_group, authoritative_rank)
 
     def _portable_state(self) -> dict[str, Any]:
-        own = ("_optimizers", "_optimizers_found", "_buffer_futures", "_buffer_hook")
+        own = ("_optimizers", "_optimizers_found", "_buffer_futures", "_buffer_hook", "_after_delivery")
         return {key: value for key, value in super()._portable_state().items() if key not in own}

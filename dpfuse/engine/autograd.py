@@ -356,15 +356,18 @@ class BackwardWatch:
         """
         if self._leaves:
             self.forget_leaves()
-        announcer = _Announcer(self, note)
-        if isinstance(outputs, Tensor):
-            return announcer.watch(outputs)
-        # Every tensor is watched, not only those up to the first.
-        return sum(map(announcer.watch, tensors_in(outputs))) > 0
-
-    def watch_leaf(self, leaf: Tensor, hook: Callable[[Tensor], None]) -> None:
-        """Call `hook` with the gradient of an output that is a parameter or an input, until the next forward."""
-        self._leaves.append(leaf.register_hook(hook))
+        announcer, watched = _Announcer(), False
+        announcer.note = note
+        hook: Callable[[Tensor], None] = partial(self.begin, announcer)
+        for tensor in (outputs,) if isinstance(outputs, Tensor) else tensors_in(outputs):
+            if not tensor.requires_grad:
+                continue
+            watched = True
+            if tensor.is_leaf:  # a parameter or an input, which keeps the hook until the next forward
+                self._leaves.append(tensor.register_hook(hook))
+            else:
+                put_hooks(tensor, {0: self.hooked, 1: hook})
+        return watched
 
     def forget_leaves(self) -> None:
         """Take the hooks off the outputs that are leaves, which would keep them for ever."""
@@ -517,33 +520,15 @@ def _leaves_of(roots: Sequence[Tensor]) -> set[int]:
 
 
 class _Announcer:
-    """Tells of the first backward that reaches an output of one forward.
-
-    Args:
-        watch: is to open the backward that reaches an output.
-        note: of the forward.
+    """What is known of one forward at the first backward that reaches an output of it.
 
     Attributes:
-        note: as given.
+        note: of the forward.
         new: whether no backward has reached the outputs so far.
     """
 
-    __slots__ = ("_watch", "new", "note")
-
-    def __init__(self, watch: BackwardWatch, note: int) -> None:
-        self._watch = watch
-        self.note = note
-        self.new = True
-
-    def watch(self, tensor: Tensor) -> bool:
-        if not tensor.requires_grad:
-            return False
-        hook: Callable[[Tensor], None] = partial(self._watch.begin, self)
-        if tensor.is_leaf:
-            self._watch.watch_leaf(tensor, hook)
-        else:
-            put_hooks(tensor, {0: self._watch.hooked, 1: hook})
-        return True
+    note: int
+    new = True
 
 
 def _reaches_leaves(node: Any) -> bool:

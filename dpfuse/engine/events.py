@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -17,7 +17,10 @@ Inputs = tuple[Sequence[Any], Mapping[str, Any]]  # the arguments of a forward
 
 
 class Watcher:
-    """Hears a training. An event whose method is not overridden costs nothing.
+    """Hears a training. An event whose method is not overridden costs nothing, nor does one that is unheard.
+
+    Attributes:
+        unheard: names of events of which it is not told now. `Events.refresh` is to be called where they change.
 
     Example:
         >>> class Count(Watcher):
@@ -31,6 +34,8 @@ class Watcher:
         >>> count.averaged, events.bucket_sent
         (1, ())
     """
+
+    unheard: Collection[str] = ()
 
     def forward_begins(self, inputs: Inputs) -> None:
         """A forward begins that may have a backward, outside of any."""
@@ -125,9 +130,10 @@ class Events:
             hear_steps(watcher)
 
     def refresh(self) -> None:
-        """Find the methods again, since a watcher has got others."""
+        """Find the methods again, since a watcher is to hear other events."""
         for name in Events.__annotations__:
-            setattr(self, name, overridden(Watcher, name, *self._watchers))
+            hearing = [watcher for watcher in self._watchers if name not in watcher.unheard]
+            setattr(self, name, overridden(Watcher, name, *hearing))
 
 
 def hear_steps(watcher: Watcher) -> None:

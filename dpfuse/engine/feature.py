@@ -20,7 +20,15 @@ from dpfuse.engine.ready import ReadyHook
 from dpfuse.engine.report import Report
 from dpfuse.engine.report_layout import ReportLayout
 
-__all__ = ["Engine", "Feature", "ReadyRecorder"]
+__all__ = ["Backwards", "Engine", "Feature", "ReadyRecorder"]
+
+
+class Backwards(Protocol):
+    """What opens and ends backwards."""
+
+    @property
+    def state(self) -> State:
+        """That of the backward that is open, if any."""
 
 
 class Engine(Protocol):
@@ -51,8 +59,8 @@ class Engine(Protocol):
         """The buckets in use, in communication order."""
 
     @property
-    def state(self) -> State:
-        """That of the backward that is open, if any."""
+    def reducer(self) -> Backwards:
+        """What knows the state of a backward."""
 
     @property
     def completed(self) -> int:

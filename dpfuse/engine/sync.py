@@ -13,7 +13,7 @@ from dpfuse.comm import votes
 from dpfuse.comm.waiting import Track, board_of
 from dpfuse.engine.assembly import Assembly
 from dpfuse.engine.autograd import BackwardListener, ReadyHooks
-from dpfuse.engine.backward import IDLE, State
+from dpfuse.engine.backward import IDLE
 from dpfuse.engine.bucket import GradBucket, Surroundings
 from dpfuse.engine.bucket_maker import BucketMaker
 from dpfuse.engine.bucket_set import BucketSet
@@ -152,11 +152,6 @@ class GradSync:
     def buckets(self) -> Sequence[GradBucket]:
         """The buckets in use, in communication order."""
         return self.reducer.buckets
-
-    @property
-    def state(self) -> State:
-        """That of the backward that is open, if any."""
-        return self.reducer.state
 
     @property
     def completed(self) -> int:

@@ -148,23 +148,18 @@ def put_before_engine(function: Callable[..., Any]) -> None:
     torch.autograd._engine_run_backward = function  # type: ignore[attr-defined]
 
 
-def put_hooks(tensor: Tensor, hooks: Mapping[int, Callable[[Tensor], None]]) -> None:
+def put_hooks(tensor: Any, hooks: Mapping[int, Callable[[Tensor], None]]) -> None:
     """Call all with the gradient of `tensor`, which is no leaf: `register_hook` that leaves no trace on the tensor.
 
     A handle takes 2 to 4 us of each forward, most of them for weak references. A table of hooks that stays on the
     tensor makes torch warn when the tensor is saved. After a change in place, torch would also put a user's hook into
     that table, which belongs to the values before the change. So only the node of the graph keeps the table.
     """
-    if type(tensor) is Tensor:
-        _put_on_node(tensor, hooks)
+    if type(tensor) is not Tensor and torch._C._is_torch_function_enabled():
+        with torch._C.DisableTorchFunctionSubclass():
+            put_hooks(tensor, hooks)
         return
-    with torch._C.DisableTorchFunctionSubclass():
-        _put_on_node(tensor, hooks)
-
-
-def _put_on_node(tensor: Any, hooks: Mapping[int, Callable[[Tensor], None]]) -> None:
-    node = tensor.grad_fn
-    before = tensor._backward_hooks
+    node, before = tensor.grad_fn, tensor._backward_hooks
     tensor._backward_hooks = hooks  # from where the node takes it
     node._register_hook_dict(tensor)
     tensor._backward_hooks = before

@@ -105,7 +105,7 @@ class GradientFactors(Feature):
             TypeError, ValueError: as `GradientWeight.set`.
             DPFuseError: a backward is running, or these gradients cannot be weighed.
         """
-        state = self._engine.state
+        state = self._engine.reducer.state
         if state not in (IDLE, ABANDONED):
             raise DPFuseError(
                 f"set_gradient_weight() was called while a backward is {state.name}, expected it before. "

@@ -46,7 +46,7 @@ class CallWeights(Watcher):
         self._pairs = torch.zeros((BITS, 2), device=device)
         self._compared = Compared(self._pairs, late=False)  # a vote is read in the call that makes it
         # What the comparison asks of an engine.
-        self._calls: Any = SimpleNamespace(completed=0, state=IDLE, without_inputs=False)
+        self._calls: Any = SimpleNamespace(completed=0, reducer=SimpleNamespace(state=IDLE), without_inputs=False)
         self._living: dict[int, Tensor] = {}  # the parameters by id, while something is done with them
         self._optimizers: WeakSet[Optimizer] = WeakSet()  # those that step some of them
         made_of = dict(tensors)

@@ -30,6 +30,8 @@ class BufferSchedule(Feature, Companion):
     Once ranks have written different buffers between such a backward and the next forward, the first forward of each
     window sends them, too.
 
+    As long as no buffer travels, no forward has to tell that it begins, and a delivery is unheard.
+
     Args:
         active: whether to send them, in backward and before a forward.
 
@@ -49,6 +51,7 @@ class BufferSchedule(Feature, Companion):
         self.numbers_differ = self.local = False
         self.hook: Callable[[], None] | None = None
         self.refusal = ""
+        self.unheard = () if buffers.agreed else ("delivered",)
         self._buffers = buffers
         self._written = WrittenBuffers(buffers)
         self._question = Question("which buffers travel", self._settle_for_question)
@@ -81,7 +84,11 @@ class BufferSchedule(Feature, Companion):
         """Whether the next forward sends buffers first. `counts` says that every rank runs it."""
         if not self.before_forward or self._in_place:
             return False
-        if self.hook is not None or not self._begun:
+        if self.hook is not None:
+            return True
+        if not self._buffers.agreed:
+            return False
+        if not self._begun:
             return True
         if self._fresh:
             return counts and self._written.differ
@@ -110,7 +117,7 @@ class BufferSchedule(Feature, Companion):
 
     def forward_failed(self) -> None:
         """Note that a forward that counts raised after it had begun: the next one has its place on this rank."""
-        self._in_place = True
+        self._in_place = self.hook is not None or bool(self._buffers.agreed)
 
     def send(self) -> None:
         """Send the buffers now, or do what the user has registered instead."""
@@ -121,12 +128,14 @@ class BufferSchedule(Feature, Companion):
 
     def backward_begins(self, *, sync: bool, announced: bool) -> None:
         """As `Watcher.backward_begins`. A forward may have changed buffers: some get a shape in the first."""
-        if sync and self.beside_gradients:
-            if self._fresh or not self._begun:  # the other ranks may have run a forward
-                self._written.say_nothing()
-                if self.due(counts=True):
-                    self.begin_forward(due=True, counts=False)
-            self._question.asks = self._buffers.unsettled
+        if not (sync and self.beside_gradients):
+            return
+        buffers = self._buffers
+        if buffers.agreed and (self._fresh or not self._begun):  # the other ranks may have run a forward
+            self._written.say_nothing()
+            if self.due(counts=True):
+                self.begin_forward(due=True, counts=False)
+        self._question.asks = bool(buffers.agreed or buffers.found or any(buffers.tables)) and buffers.unsettled
 
     def settle(self) -> str:
         """Settle with the other ranks on the buffers that travel; to be called on every rank.
@@ -138,7 +147,10 @@ class BufferSchedule(Feature, Companion):
             return ""
         refusal = self._buffers.settle(self._engine.source)
         self._buffers.mark()
+        self._fresh = self._begun = True
         self._question.asks = self._buffers.unsettled
+        self.unheard = ()
+        self._engine.events.refresh()
         return refusal or ""
 
     def _settle_for_question(self) -> None:

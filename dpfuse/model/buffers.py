@@ -56,6 +56,7 @@ class BufferSync:
     Attributes:
         agreed: those that travel.
         found: the buffers that were found last, by name: the same object for as long as none has changed.
+        tables: the dictionaries of buffers of all modules that were found last. They show what is there when read.
     """
 
     def __init__(
@@ -290,15 +291,16 @@ class BufferSync:
     def look_again(self) -> None:
         """Look at modules that were added or removed, too."""
         tables = [(prefix, child._buffers) for prefix, child in self._module.named_modules()]
+        self.tables = [table for _, table in tables]
         named = [(f"{prefix}.{key}" if prefix else key, buf) for prefix, table in tables for key, buf in table.items()]
         parts = {name: travelling_parts(buf) for name, buf in named if name not in self._ignored}
         # Each shows what is there when it is read.
         self._places: list[Iterable[object]] = [
-            *(table.values() for _, table in tables if table),
+            *(table.values() for table in self.tables if table),
             *(_InnerTensors(buf) for name, buf in named if parts.get(name) and "" not in parts[name]),
             END,
         ]
-        self._empty = [table for _, table in tables if not table]
+        self._empty = [table for table in self.tables if not table]
         self._held = [*chain.from_iterable(self._places)]
         whole = {name + path: each for name, inner in parts.items() for path, each in inner.items()}
         found = {name: memory_of(each) for name, each in whole.items()}

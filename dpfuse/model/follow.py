@@ -69,12 +69,11 @@ class ModuleFollower:
         Returns:
             False where `functional_call()` lets tensors stand in for parameters or buffers, which is no change.
         """
-        unchanged, found = self._signature.unchanged(), self._buffers.found
-        if unchanged and self._grads.reducer.change:
-            unchanged = not self._signature.has_frozen()
-        if self._schedule.beside_gradients:
-            self._buffers.look_for_others()
-        if (not unchanged or self._buffers.found is not found) and functional_call_runs(self._module):
+        unchanged, buffers = self._signature.unchanged(), self._buffers
+        found, sends = buffers.found, self._schedule.beside_gradients
+        if sends and (found or any(buffers.tables)):
+            buffers.look_for_others()
+        if (not unchanged or buffers.found is not found) and functional_call_runs(self._module):
             return False
         if not unchanged:
             self._follow()
@@ -84,7 +83,7 @@ class ModuleFollower:
             for param in self._grads.params:
                 if type(param) is LocalPart:
                     param.renew()
-        if self._schedule.beside_gradients and self._buffers.exist and not self._had_buffers:
+        if sends and not self._had_buffers and (buffers.agreed or buffers.found):
             self._had_buffers = True
             self._grads.remake()
         return True

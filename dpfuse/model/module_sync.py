@@ -64,13 +64,13 @@ class FaceParts:
     """What a face adds to the synchronisation. None of it may keep the wrapper alive.
 
     Args:
-        after_delivery: called, in this order, once the gradients of a backward are averaged.
+        watcher: hears of averaged gradients, and has a place among the watchers for that.
         wrap: puts a listener of the face in front of the reducer.
         module_changed: called when the module may have changed, before it is looked at.
         meshes: of which the group is a dimension, if the face was given any.
     """
 
-    after_delivery: Sequence[Callable[[], None]] = ()
+    watcher: Watcher | None = None
     wrap: Wrap = lambda reducer: reducer
     module_changed: Callable[[], None] | None = None
     meshes: Sequence[object] = ()
@@ -128,7 +128,7 @@ class ModuleSync:
         self._dividing: Dividing | None = None
         self._factors_due = False  # whether factors were asked for while they could not be attached
         self._divided: tuple[Sequence[Any], str] = (), ""  # a name, and for which planned parameters it was looked for
-        buffers = BufferSync(module, options.ignored, group, agreed_buffers)
+        self._sent = buffers = BufferSync(module, options.ignored, group, agreed_buffers)
         self.buffers = BufferSchedule(buffers, active=options.broadcast_buffers)
         if options.broadcast_buffers:
             buffers.keep_values()
@@ -155,7 +155,7 @@ class ModuleSync:
         if options.common["check_finite"] != "off":
             raises = options.common["check_finite"] == "raise"
             watchers.append(FiniteCheck(raises=raises, late=params[0].is_cuda))
-        watchers += [_AfterDelivery(face.after_delivery)] if face.after_delivery else []
+        watchers += [] if face.watcher is None else [face.watcher]
         self.micro_loop: MicroLoop | None = None
         if (count := options.micro_batches) is not None:
             self.micro_loop = MicroLoop(
@@ -262,7 +262,7 @@ class ModuleSync:
             for begins in self.grads.events.forward_begins if idle else ():
                 begins(inputs)
             buffers = self.buffers
-            if buffers.before_forward or buffers.beside_gradients:
+            if (buffers.before_forward or buffers.beside_gradients) and (self._sent.agreed or buffers.hook is not None):
                 # Those that stand in for the module's own are the program's. The next forward sends the module's.
                 due = own_tensors and buffers.due(counts=counts)
                 buffers.begin_forward(due=due, counts=counts, local=not window.require_sync, is_own=own_tensors)
@@ -519,18 +519,6 @@ class ModuleSync:
     def _plan_residuals(self) -> None:
         if self.error_feedback is not None:
             self.error_feedback.plan(self.grads.reducer.buckets)
-
-
-class _AfterDelivery(Watcher):
-    """Calls functions once the gradients of a backward are averaged."""
-
-    def __init__(self, functions: Sequence[Callable[[], None]]) -> None:
-        self._functions = functions
-
-    def delivered(self) -> None:
-        """As `Watcher.delivered`."""
-        for function in self._functions:
-            function()
 
 
 def _settings_of(

@@ -60,6 +60,7 @@ class _Look(NamedTuple):
     known: dict[int, _Known]  # its parameters, by id
     names: set[str]  # of them, also the second names of those that occur twice
     frozen: list[nn.Parameter]  # those whose unfreezing must be noticed
+    unfrozen: list[nn.Parameter]  # those whose freezing must be noticed: it may undo a change that is not agreed on
     empty: list[dict[str, Any]]  # of each module, the tables that hold nothing: its parameters, its children
     tables: list[dict[str, Any]]  # and those that hold something
     copies: list[dict[str, Any]]  # of the tables
@@ -105,13 +106,13 @@ class ModelSignature:
             known[key] = each._replace(trainable=trainable, trained=trained)
         self._agreed = _Agreed(known, now.names)
         self._accumulated = set()
-        self._let_unfreeze()
+        self._let_freeze()
 
-    def _let_unfreeze(self) -> None:
-        """Do not notice that a parameter is unfrozen which has a place in the plan of the agreed model."""
+    def _let_freeze(self) -> None:
+        """Do not notice that a parameter is frozen, or unfrozen if it has a place in the plan of the agreed model."""
         known = self._agreed.known
         frozen = [param for param in self._now.frozen if not (id(param) in known and known[id(param)].trainable)]
-        self._now = self._now._replace(frozen=frozen)
+        self._now = self._now._replace(frozen=frozen, unfrozen=[])
 
     def kept(self) -> set[int]:
         """Return the ids of the parameters, frozen or not, that keep their place in a plan for what was looked at last.
@@ -132,32 +133,36 @@ class ModelSignature:
     def unchanged(self) -> bool:
         """Is everything as it was when it was last looked at? False may be a false alarm."""
         now = self._now
+        try:
+            # Dictionaries compare values by identity first. Two tensors beside make as many answers as they have
+            # elements, which are no truth value, and raise. Delicate ones may be others that are equal.
+            if now.untold or any(now.empty) or now.tables != now.copies:
+                return False
+        except Exception:
+            return False
+        # A parameter that is still on its way (`dpfuse.sharded`) must not be waited for: its numbers are not read.
+        with torch._C.DisableTorchFunctionSubclass():
+            addresses = [*map(Tensor.data_ptr, now.samples)]
         return (
-            not now.untold
-            and not any(now.empty)
-            and _same(now.tables, now.copies)
-            and (not now.delicate or all(map(is_, chain.from_iterable(now.delicate), now.held)))
-            and (_addresses(now.samples) == now.addresses or self._only_moved(now))
-            and (not now.divided or _addresses_inside(now.divided) == now.locals or self._only_moved(now))
+            (not now.delicate or all(map(is_, chain.from_iterable(now.delicate), now.held)))
+            and (addresses == now.addresses or self._only_moved(now, addresses))
+            and (not now.divided or _addresses_inside(now.divided) == now.locals or self._only_moved(now, addresses))
             and not (now.frozen and any(map(_requires_grad, now.frozen)))
+            and not (now.unfrozen and not all(map(_requires_grad, now.unfrozen)))
         )
 
-    def _only_moved(self, now: _Look) -> bool:
+    def _only_moved(self, now: _Look, addresses: list[int]) -> bool:
         """Whether parameters have new memory, and are of the same kind, as where a program assigns new values."""
         with torch._C.DisableTorchFunctionSubclass():
             if any(_kind_of(param) != now.known[id(param)].kind for param in now.dense):
                 return False
         self.moved = True
-        now.addresses[:] = _addresses(now.samples)
+        now.addresses[:] = addresses
         inside = _addresses_inside(now.divided)
         if inside != now.locals:
             now.locals[:] = inside
             self.looks += 1  # what has the local tensors looks again
         return True
-
-    def has_frozen(self) -> bool:
-        """Whether a parameter was frozen since the module was looked at, which may undo a change."""
-        return any(known.trainable and not known.param.requires_grad for known in self._now.known.values())
 
     def change(self, *, window_is_open: bool = False) -> str | None:
         """Look, and say in words what differs from the agreed model; None if nothing does.
@@ -183,7 +188,7 @@ class ModelSignature:
                     return f"parameter {now.name!r} was unfrozen"
             elif before.kind != now.kind:
                 return f"parameter {now.name!r} was converted from {before.kind} to {now.kind}"
-        self._let_unfreeze()
+        self._let_freeze()
         return None
 
     def reaches_parameters(self) -> bool:
@@ -223,10 +228,13 @@ class ModelSignature:
         known_ids = set(map(id, dense))
         owned = [[param for param in child.parameters(recurse=False) if id(param) in known_ids] for child in children]
         samples = [param for params in owned for param in (params if len(params) <= FEW else params[:1])]
+        with torch._C.DisableTorchFunctionSubclass():
+            addresses = [*map(Tensor.data_ptr, samples)]
         return _Look(
             known=known,
             names={name for name, _ in module.named_parameters(remove_duplicate=False)},
             frozen=[each.param for each in known.values() if not each.trainable],
+            unfrozen=[each.param for each in known.values() if each.trainable],
             empty=[table for table in tables if not table],
             tables=filled,
             copies=[*map(dict, filled)],
@@ -236,16 +244,10 @@ class ModelSignature:
             or any(type(child).__eq__ is not object.__eq__ for child in children),
             dense=dense,
             samples=samples,
-            addresses=_addresses(samples),
+            addresses=addresses,
             divided=divided,
             locals=_addresses_inside(divided),
         )
-
-
-def _addresses(params: Sequence[Tensor]) -> list[int]:
-    # A parameter that is still on its way (`dpfuse.sharded`) must not be waited for: its numbers are not read.
-    with torch._C.DisableTorchFunctionSubclass():
-        return [*map(Tensor.data_ptr, params)]
 
 
 def _addresses_inside(params: Sequence[Any]) -> list[int]:
@@ -261,18 +263,6 @@ def _is_strided(param: Tensor) -> bool:
     """Whether it has a shape and an address, which is 0 where the memory is that of other tensors."""
     with torch._C.DisableTorchFunctionSubclass():
         return not is_lazy(param) and param.layout is torch.strided and not param.is_nested
-
-
-def _same(tables: list[dict[str, Any]], copies: list[dict[str, Any]]) -> bool:
-    """Does each table hold the very objects of its copy? Delicate ones may be others that are equal.
-
-    Dictionaries compare values by identity first. Two tensors beside make as many answers as they have elements, which
-    are no truth value, and raise.
-    """
-    try:
-        return tables == copies
-    except Exception:
-        return False
 
 
 def _is_delicate(param: Tensor | None) -> bool:

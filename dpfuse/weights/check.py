@@ -26,9 +26,8 @@ from torch.optim import Optimizer
 
 from dpfuse.comm import collective
 from dpfuse.engine.backward import ABANDONED, IDLE, LOCAL
-from dpfuse.engine.backward import State as BackwardState
 from dpfuse.engine.comm_buffer import CommBuffer
-from dpfuse.engine.feature import Engine, Feature
+from dpfuse.engine.feature import Backwards, Engine, Feature
 from dpfuse.engine.plan import Bucket
 from dpfuse.engine.protocols import PackStep
 from dpfuse.engine.report import Compared, Report
@@ -88,8 +87,8 @@ class Averages(Protocol):
         """The number of averages."""
 
     @property
-    def state(self) -> BackwardState:
-        """That of the backward that is open."""
+    def reducer(self) -> Backwards:
+        """What knows the state of a backward."""
 
     @property
     def without_inputs(self) -> bool:
@@ -261,7 +260,7 @@ class WeightsCheck(Feature):
 
         After steps inside a backward that is told when it is averaged.
         """
-        state, backward, steps = self._state, self._averages.state, self._steps
+        state, backward, steps = self._state, self._averages.reducer.state, self._steps
         if state is OFF or (state is FIRST and backward is IDLE):
             return
         owner = steps.owners.found.get(ref(optimizer))

@@ -112,7 +112,12 @@ class Trial:
         self.report = Compared(torch.zeros(32, 2), late=late)
         self.events = Events([self.check])
         self.engine = SimpleNamespace(
-            events=self.events, layout=ReportLayout(), params=[param], completed=0, state=IDLE, without_inputs=False
+            events=self.events,
+            layout=ReportLayout(),
+            params=[param],
+            completed=0,
+            reducer=SimpleNamespace(state=IDLE),
+            without_inputs=False,
         )
         self.check.join(self.engine)
         self.check.step(0, None, None, SimpleNamespace(compared=lambda place: self.report))
@@ -139,7 +144,7 @@ class Trial:
 
     def backward(self, chance):
         sync = self.by_hand or chance.random() < 0.8
-        self.engine.state = IDLE if self.by_hand else REDUCING if sync else LOCAL
+        self.engine.reducer.state = IDLE if self.by_hand else REDUCING if sync else LOCAL
         if not self.by_hand:
             for begins in self.events.backward_begins:
                 begins(sync=sync, announced=True)
@@ -155,10 +160,10 @@ class Trial:
             self.fail(chance)
         elif sync:
             self.report.differs = chance.random() < 0.15
-            self.engine.state, self.engine.completed = IDLE, self.engine.completed + 1
+            self.engine.reducer.state, self.engine.completed = IDLE, self.engine.completed + 1
             self.check.delivered()
             self.times.delivered(self.report.differs)
-        self.engine.state = IDLE
+        self.engine.reducer.state = IDLE
 
     def questions(self, chance):
         question, suspicion = self.check.question, self.check._suspicion.question
@@ -173,11 +178,11 @@ class Trial:
             self.times.suspects()
 
     def fail(self, chance):
-        self.engine.state = ABANDONED
+        self.engine.reducer.state = ABANDONED
         self.check.backward_failed()
         self.own[0].step()  # which does not count
         completed = chance.random() < 0.5
-        self.engine.state, self.engine.completed = IDLE, self.engine.completed + completed
+        self.engine.reducer.state, self.engine.completed = IDLE, self.engine.completed + completed
         self.check.backward_failed()
         self.times.failed(completed)
 

@@ -170,6 +170,51 @@ def test_buffers_of_a_module_that_replaced_another_are_those_of_rank_0(ranks, fa
         assert first == second
 
 
+class Late(nn.Module):
+    """Has no buffer until a forward, or the program, registers one."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.registers = None
+
+    def forward(self, x):
+        if self.registers is not None:
+            self.register_buffer("late", self.registers)
+            self.registers = None
+        return self.layer(x)
+
+
+MOMENTS = ["before the forward", "inside it", "after it"]
+
+
+def first_buffers(rank, size, face, moments):
+    net = Late()
+    model = FACES[face](net)
+    for number in range(4):
+        moment = moments[rank] if number == 2 else None
+        value = torch.full((3,), 10.0 * rank + 1)
+        if moment == "before the forward":
+            net.register_buffer("late", value)
+        if moment == "inside it":
+            net.registers = value
+        loss = model(torch.ones(2, 3)).sum()
+        if moment == "after it":
+            net.register_buffer("late", value)
+        loss.backward()
+        model.zero_grad()
+        if number >= 2:
+            assert net.late.tolist() == [number - 1.0] * 3
+            net.late.add_(1.0)
+
+
+@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("first", MOMENTS)
+@pytest.mark.parametrize("second", MOMENTS)
+def test_a_model_without_buffers_may_get_some_at_any_time_before_a_backward(ranks, face, first, second):
+    ranks(first_buffers, face, (first, second))
+
+
 def add_buffer(net):
     net.register_buffer("extra", torch.full((5,), 7.0))
 
