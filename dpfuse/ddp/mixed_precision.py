@@ -163,9 +163,6 @@ class _CopiesInBackward:
         self._module = module
         self._listener = listener
 
-    def settle(self, *, announced: bool) -> None:
-        self._listener.settle(announced=announced)
-
     def open(self, *, announced: bool) -> None:
         self._listener.open(announced=announced)
         self._precision.enter_backward(self._module)

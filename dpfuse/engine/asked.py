@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-__all__ = ["AFTER", "NOTHING", "Asked"]
+__all__ = ["AFTER", "NOTHING", "TRAIN", "Asked"]
 
 
 class Asked(Enum):

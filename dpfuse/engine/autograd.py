@@ -257,11 +257,11 @@ def backward_is_nested() -> bool:
 class BackwardListener(Protocol):
     """Is told when the outermost backward begins, ends, or dies of an exception."""
 
-    def settle(self, *, announced: bool) -> None:
-        """Look for errors of an earlier backward before a new one opens. All ranks hear of such an error."""
-
     def open(self, *, announced: bool) -> None:
-        """The outermost backward begins. `announced` says that an output of the wrapper told it."""
+        """The outermost backward begins. `announced` says that an output of the wrapper told it.
+
+        An error of an earlier backward, of which all ranks hear, is raised here.
+        """
 
     def close(self, reached_leaves: Callable[[], bool]) -> None:
         """The backward has ended. The argument returns whether it accumulated gradients into leaves."""
@@ -384,42 +384,33 @@ class BackwardWatch:
             announcer: of the output that was reached, if one was.
         """
         listener, opens = self.listener, self._task is None
-        if opens:
-            try:
-                listener.settle(announced=announcer is not None)
-            except DPFuseError:
-                self.unopened.clear()  # all ranks are told, so nothing is left of this backward
-                raise
         try:
             self.unopened.clear()
             if announcer is not None and announcer.new:
                 announcer.new = False
                 self.reached(announcer.note)
             if opens:
-                self._open(listener, announced=announcer is not None)
+                node = torch._C._current_autograd_node()
+                compiled = compiled_backward() if node is None else None
+                if node is None and compiled is None:
+                    raise DPFuseError(
+                        "this backward runs under compiled autograd, which in this version of torch does not tell when "
+                        "a backward ends; expected the plain engine. Turn torch._dynamo.config.compiled_autograd off; "
+                        "torch.compile works without it."
+                    )
+                self._opened = next(_numbers)
+                listener.open(announced=announcer is not None)
+                task = partial(self._end, partial(_reaches_leaves, node))
+                self._task = weakref.ref(task, self._died)
+                _queue_callback(task)
+                if compiled is not None:
+                    EndOfCompiledBackward(compiled, lambda leaves: self._end(lambda: leaves))
         except BaseException:
             self._task = None  # nothing tells the end of this backward
             listener.abandon(opened=False)
             raise
 
     leave_untraced(begin, calls=True, reason=WHY_UNTRACED)
-
-    def _open(self, listener: BackwardListener, *, announced: bool) -> None:
-        node = torch._C._current_autograd_node()
-        compiled = compiled_backward() if node is None else None
-        if node is None and compiled is None:
-            raise DPFuseError(
-                "this backward runs under compiled autograd, which in this version of torch does not tell when a "
-                "backward ends; expected the plain engine. Turn torch._dynamo.config.compiled_autograd off; "
-                "torch.compile works without it."
-            )
-        self._opened = next(_numbers)
-        listener.open(announced=announced)
-        task = partial(self._end, partial(_reaches_leaves, node))
-        self._task = weakref.ref(task, self._died)
-        _queue_callback(task)
-        if compiled is not None:
-            EndOfCompiledBackward(compiled, lambda leaves: self._end(lambda: leaves))
 
     def begin_at_end(self) -> None:
         """Open the running backward when it ends, if no output announces it before.
@@ -445,7 +436,6 @@ class BackwardWatch:
         # The backward around a reentrant one goes on, and may still reach an output.
         listener = self.listener
         if self._task is None and not backward_is_nested():
-            listener.settle(announced=False)
             self._opened = next(_numbers)
             try:
                 listener.open(announced=False)

@@ -187,7 +187,7 @@ class GradBucket:
             # Not the buffer itself: gradients that are still in use may lie in it, as views.
             flat = torch.zeros_like(parts.buffer.flat)
         except Exception as error:
-            outcome.error = outcome.error or error
+            outcome.note(error)
             flat = parts.buffer.flat.zero_()
         if parts.report is not None:
             self._room_in(flat).copy_(parts.report.source(outcome))
@@ -373,7 +373,7 @@ class GradBucket:
     def _send_zeros_for(self, error: Exception, outcome: Outcome) -> None:
         parts = self.parts
         self.error = error
-        outcome.error = outcome.error or error
+        outcome.note(error)
         with torch.no_grad():
             parts.buffer.clear()
             for empty in self._empty:

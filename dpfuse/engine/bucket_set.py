@@ -79,8 +79,10 @@ class BucketSet:
         It is called before a backward writes any of them.
         """
         for parts in self._in_view:
-            if parts.buffer.is_moved():
-                parts.buffer.restore()
+            buffer = parts.buffer
+            # Memory of another size may even have the old address.
+            if buffer.flat.data_ptr() != buffer.table.address or buffer.storage.nbytes() != buffer.nbytes:
+                buffer.restore()
                 parts.feed.follow_buffer()
 
     def index_of(self, param: Tensor) -> int:

@@ -85,6 +85,7 @@ class CommBuffer:
     Attributes:
         indices: registration indices of the parameters.
         flat: all of the memory, [elements].
+        storage, nbytes: the memory, and how much it had when its slots were laid out.
         table: of all slots, the report's among them; None of a buffer without any slot.
         gradients: the table of the gradients alone, for unpacking.
         report: the room for the report, [room]; after everything else.
@@ -171,17 +172,13 @@ class CommBuffer:
         """Use the slots in the new memory that the flat tensor has got."""
         self._use(PointerTable(self.flat, self.table.slots, self.table.dtype), self.report.numel())
 
-    def is_moved(self) -> bool:
-        """Whether a program has freed, moved or resized the memory. Then it may even have its old address again."""
-        return self.flat.data_ptr() != self.table.address or self._storage.nbytes() != self._nbytes
-
     def restore(self) -> None:
         """Get memory again after a program has freed or moved it, as by `param.grad.untyped_storage().resize_(0)`.
 
         Raises:
             RuntimeError: there is no memory left, or the memory cannot be resized.
         """
-        storage = self._storage
+        storage = self.storage
         nbytes = int(self.flat.storage_offset() + self.flat.numel()) * self.flat.element_size()
         if storage.nbytes() < nbytes:
             storage.resize_(nbytes)
@@ -201,8 +198,8 @@ class CommBuffer:
 
     def _use(self, table: PointerTable, room: int) -> None:
         self.table, self.flat = table, table.flat
-        self._storage = self.flat.untyped_storage()
-        self._nbytes = self._storage.nbytes()
+        self.storage = self.flat.untyped_storage()
+        self.nbytes = self.storage.nbytes()
         self.gradients = table.first(len(self.params)) if room else table
         self.views: list[Tensor] = self._gradients_of(table.views)
         self._transposed = TransposeCheck(self.views)

@@ -89,6 +89,7 @@ class Decline(Protocol):
 
 
 _entries_of = attrgetter("entries")
+_is_due = attrgetter("due")
 _leaves_out_of = attrgetter("leaves_out")
 _sentinel_of = attrgetter("sentinel")
 
@@ -296,8 +297,7 @@ class Reducer:
             *([self._learn_of_change] if changes else []),
             self._send_rest,
             self._receive,
-            self._deliver_rest,
-            *([self._rebuild] if is_first or changes else []),
+            *([self._deliver_rest, self._rebuild] if is_first or changes else []),
             self._complete,
         )
 
@@ -412,16 +412,14 @@ class Reducer:
 
     # --- A backward ---
 
-    def settle(self, *, announced: bool) -> None:
-        """Complete what an earlier backward has left, since another one is about to be opened.
+    def _settle(self, *, announced: bool) -> None:
+        """Complete what an earlier backward has left, of this model or of another one of the group.
 
         Raises:
             DPFuseError: this one is not `announced` and has added to gradients of the one before.
         """
-        order = self._order
         if self.state is IDLE:
-            if order.turns.failed:
-                order.complete_failed()
+            self._order.complete_failed()
             return
         if self.state is not ABANDONED:
             self.abandon()  # an exception struck between the end of the backward before and its close
@@ -429,7 +427,7 @@ class Reducer:
             begun = self._run.next > 0 and not announced
             self.drain()
             if begun:
-                self._run.outcome.failed = True
+                self._run.outcome.note_end()
                 self._move(WAS_OPEN)
                 raise DPFuseError(messages.begun(self._membership.rank))
 
@@ -439,10 +437,10 @@ class Reducer:
         If this raises, `abandon` is to be called.
 
         Raises:
-            DPFuseError: as `settle`; or a CUDA graph captures the first synchronised backward.
+            DPFuseError: as `_settle`; or a CUDA graph captures the first synchronised backward.
         """
-        if self.state is not IDLE:
-            self.settle(announced=announced)
+        if self.state is not IDLE or self._order.turns.failed:
+            self._settle(announced=announced)
         in_use = self._in_use
         self._completed_before, self.missed = self.completed, False
         sync = self._window.backward_begins(announced=announced)
@@ -520,7 +518,7 @@ class Reducer:
             return False
         if has_raised(error) or self._begins is BEGINS_CHANGED or run.outcome.torn:
             return False
-        run.outcome.error = run.outcome.error or error
+        run.outcome.note(error)
         return True
 
     def _give_up(self, error: BaseException) -> None:
@@ -609,7 +607,8 @@ class Reducer:
         """
         run, report, last, now = self._run, sent.report, sent.buckets[-1], self._all_read_now
         told = not (last.busy or run.next == len(sent.buckets)) or not run.outcome.well
-        run.outcome.failed, run.outcome.changed = True, self._change is not None
+        run.outcome.note_end()
+        run.outcome.changed = self._change is not None
         self._send_empty(sent.buckets)
         for bucket in sent.buckets:
             if bucket.busy:  # not delivered before something went wrong
@@ -753,7 +752,7 @@ class Reducer:
         except Exception as error:
             if last or run.outcome.torn:
                 raise
-            run.outcome.error = run.outcome.error or error  # the rest is sent when backward has ended
+            run.outcome.note(error)  # the rest is sent when backward has ended
 
     leave_untraced(_send_next, calls=True, reason="dpfuse sends gradients here")
 
@@ -773,10 +772,10 @@ class Reducer:
         run, in_use, ready = self._run, self._in_use, self._in_use.ready
         for one, bucket in zip(ready[: run.next], in_use.buckets, strict=False):
             if len(one.entries) > one.sent:
-                run.outcome.late += tuple(map(in_use.index_of, one.late()))
+                run.outcome.note_late(map(in_use.index_of, one.late()))
             elif one.leaves_out:  # a program may have written gradients itself
                 params = in_use.params
-                run.outcome.late += tuple(index for index in bucket.missing if params[index].grad is not None)
+                run.outcome.note_late(index for index in bucket.missing if params[index].grad is not None)
         if any(map(_leaves_out_of, ready)):
             in_use.hidden |= any(one.unexpected() for one in ready)
         if self.state is REDUCING:
@@ -875,10 +874,10 @@ class Reducer:
     def _receive(self) -> None:
         """Wait for all buckets, deliver those that do not depend on the report, and read the report."""
         report, outcome, track = self._in_use.report, self._run.outcome, self._track
-        buckets, well = self._in_use.buckets, outcome.well
+        buckets = self._in_use.buckets
         last = len(buckets) - 1
         # NCCL runs the buckets on one stream, so the wait for the last one is a wait for all before it.
-        rides = well and buckets[last].carries and not profiler_runs()
+        rides = outcome.well and buckets[last].carries and not profiler_runs()
         for order, bucket in enumerate(buckets):
             if rides and bucket.rides and order < last and bucket.state is FLIGHT:
                 continue
@@ -887,9 +886,9 @@ class Reducer:
             if bucket.state is FLIGHT:
                 bucket.wait()
             if bucket.error is not None:  # a communication hook may fail that late
-                outcome.error, well = outcome.error or bucket.error, False
+                outcome.note(bucket.error)
             # Whether another rank has a missing gradient is known once the last bucket has landed.
-            if well and not bucket.missing and bucket.state is LANDED:
+            if outcome.well and not bucket.missing and bucket.state is LANDED:
                 bucket.deliver()
         if rides:
             for bucket in buckets:
@@ -897,25 +896,31 @@ class Reducer:
                     bucket.arrive()
         if outcome.missing and report.unreadable:
             names = [self._in_use.names[index] for index in sorted(outcome.missing)]
-            outcome.error = DPFuseError(messages.unread(names))
+            outcome.note(DPFuseError(messages.unread(names)))
         # After the first backward the ranks agree on the buckets, and a rank that has failed would not take part.
         all_read = self._order.hears_at_once or not self.rebuilt
-        wait = all_read or not well or bool(outcome.missing)
-        self._run.reading = self._read(report, wait=wait, gather=all_read or report.is_on_cpu)
+        wait = all_read or not outcome.well or bool(outcome.missing)
+        reading = report.read(outcome, wait=wait, gather=all_read or report.is_on_cpu)
+        if report.asked or any(map(_is_due, self._layout.answered)):
+            self._answer(report)
+        self._run.reading = reading
 
     def _read(self, report: Report, *, wait: bool, gather: bool) -> Reading:
-        """Read the report, and do what a rank has asked all ranks for, failed or not."""
-        outcome = self._run.outcome
-        reading = report.read(outcome, wait=wait, gather=gather)
+        """Read the report of a backward that failed or is the last of its buckets, and do what a rank has asked for."""
+        reading = report.read(self._run.outcome, wait=wait, gather=gather)
+        self._answer(report)
+        return reading
+
+    def _answer(self, report: Report) -> None:
+        """Do what a rank has asked all ranks for, failed or not."""
         for question in self._layout.answered:
             if question in report.asked or (question.due and not report.unreadable):
                 question.due = False
                 try:
                     self._membership.answer(question)
                 except BaseException:
-                    outcome.torn = True  # it is unknown which exchange the peers are in
+                    self._run.outcome.torn = True  # it is unknown which exchange the peers are in
                     raise
-        return reading
 
     def _fail(self, reading: Reading) -> None:
         """Raise the error that every rank raises."""
@@ -939,7 +944,7 @@ class Reducer:
         assert run.reading is not None
         if run.outcome.error is not None:  # it may have struck between the start of a bucket and the end of its feed
             self.accumulation.forget()
-        if run.reading is not ALL_WELL and not run.reading.all_well:
+        if not run.reading.all_well:
             self._fail(run.reading)
         if run.delivered:
             return
@@ -985,13 +990,17 @@ class Reducer:
         return True
 
     def _complete(self) -> None:
-        """End the backward, and warn. All is delivered, and the peers wait for nothing."""
+        """End the backward, and warn. All is delivered then, and the peers wait for nothing."""
+        run, report = self._run, self._in_use.report
+        if run.reading is not ALL_WELL or run.outcome.missing or not (run.outcome.well and report.is_on_cpu):
+            self._deliver_rest()
+        run.delivered = True
         for order, ready in enumerate(self._in_use.ready):
             if ready.uncertain:
                 self._in_use.learn_early(ready)
             if ready.entries and ready.entries[-1] is not ready.sentinel and ready.choose_sentinel():
                 self._install_hooks_of(order)
-        texts = self._run.warnings
+        texts = run.warnings
         if self._lost.steps and not (self._window.excused or self._window.without_inputs):
             self._lost.forget()  # all ranks have lost as many, or hear of it in the next backward
         self._move(AVERAGED)
@@ -1050,7 +1059,9 @@ class Reducer:
         track.board.place = track.wrapper, BETWEEN, completed, -1
         if self._order.turns.opened or self._order.turns.first:
             self._order.close()
-        self._in_use.clear()
+        self._in_use.recorded.clear()
+        for ready in self._in_use.ready:
+            ready.clear()
         self.state, self._run, self.completed = after, run, completed  # last, after what an exception may strike
         if action is DROP:
             self.accumulation.die()  # a filter may turn its warning into an error

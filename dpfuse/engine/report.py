@@ -7,8 +7,8 @@ of ranks, apart from one element per parameter. It is in no plan and counts in n
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from operator import attrgetter, methodcaller, mul
 from typing import NamedTuple, cast
 
@@ -49,11 +49,23 @@ class Outcome:
     out_of_memory: bool = False  # whether that was torch's error of memory
     changed: bool = False  # whether the model has changed since the buckets were made
     torn: bool = False  # whether a collective, or a user's hook in its place, has raised
+    well: bool = field(init=False)  # whether the gradients of this rank are right
 
-    @property
-    def well(self) -> bool:
-        """Whether the gradients of this rank are right."""
-        return not (self.failed or self.late or self.error is not None)
+    def __post_init__(self) -> None:
+        self.well = not (self.failed or self.late or self.error is not None)
+
+    def note(self, error: Exception) -> None:
+        """Note an error of this rank; the first one stays."""
+        self.error, self.well = self.error or error, False
+
+    def note_late(self, indices: Iterable[int]) -> None:
+        """Note parameters that became ready after their bucket was sent."""
+        self.late += tuple(indices)
+        self.well = self.well and not self.late
+
+    def note_end(self) -> None:
+        """Note that an exception has ended the backward."""
+        self.failed, self.well = True, False
 
     @property
     def memory_ran_out(self) -> bool:
@@ -351,7 +363,7 @@ class Report:
             host = self._host
             if host is None or host.values is not sums.parts.told:
                 host = self._host = _HostPairs(sums.parts.told)
-            reading = self._reading_of(host)
+            reading = ALL_WELL if host.memory.raw == self._usual else self._reading_of(host)
             if reading is not self._told:
                 self._tell_of(reading)
             if reading is ALL_WELL:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from dpfuse.engine.asked import AFTER, NOTHING
+from dpfuse.engine.asked import AFTER, NOTHING, TRAIN
 from dpfuse.engine.report_layout import Field
 
 __all__ = ["NEVER", "Window"]
@@ -86,13 +86,14 @@ class Window:
         self._watched = watched
         if not watched and self.began == self._number:
             self._forwards -= 1
-        self.request(self.require_sync, watched=watched, trains=trains)
-
-    def request(self, sync: bool, *, watched: bool = True, trains: bool = True) -> None:
-        """Note what a forward asks for, as the table of `Asked` says."""
         if trains or not self._asked.trains:
             self._outputs_watched = watched
-        self._asked = AFTER[self._asked, bool(trains), bool(sync)]
+        self._asked = AFTER[self._asked, bool(trains), bool(self.require_sync)]
+
+    def request(self, sync: bool, *, watched: bool = True) -> None:
+        """Note what is asked for as by a forward in training mode, wherever that runs."""
+        self._outputs_watched = watched
+        self._asked = AFTER[self._asked, TRAIN, sync]
 
     @property
     def owes_backward(self) -> bool:

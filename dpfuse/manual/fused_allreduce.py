@@ -326,7 +326,7 @@ class _Prepared:
                 if isinstance(error, DPFuseError) or has_raised(error):
                     raise
                 # The peers wait for the rest of the collectives, and for this rank's report.
-                outcome.error = outcome.error or error
+                outcome.note(error)
                 failed = self._exchange(unsent, outcome)
             if failed is not None:
                 raise DPFuseError(_failure(group, failed, outcome)) from outcome.error

@@ -106,9 +106,9 @@ ENGINE = (
     ),
     Mutation(
         "a backward that died is reported as one without a failure",
-        "dpfuse/engine/reducer.py",
-        "run.outcome.failed, run.outcome.changed = True,",
-        "run.outcome.failed, run.outcome.changed = False,",
+        "dpfuse/engine/report.py",
+        "self.failed, self.well = True, False",
+        "self.failed, self.well = False, True",
         (FAILURES + "test_interruptions.py", "tests/unit/test_reducer.py"),
     ),
     Mutation(

@@ -103,7 +103,8 @@ class NotedBucket:
         self._move(FREE, FLIGHT, ("send", self.order))
         self.missing, self.error, self.complete = list(self.lacks), self.fails, complete
         outcome.missing += tuple(self.missing)
-        outcome.error = outcome.error or self.error
+        if self.error is not None:
+            outcome.note(self.error)
 
     def send_empty(self, outcome):
         self.missing = []

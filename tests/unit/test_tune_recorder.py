@@ -47,9 +47,6 @@ class Listener:
         self.synchronises = synchronises
         self.recorder = None
 
-    def settle(self, *, announced):
-        pass
-
     def open(self, *, announced):
         self.calls.append(("open", announced))
         self.recorder.backward_begins(sync=self.synchronises, announced=announced)

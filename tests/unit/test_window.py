@@ -117,7 +117,8 @@ def test_what_forwards_ask_for_is_that_of_those_in_training_mode_if_there_are_an
     for series in product(FORWARDS, repeat=count):
         window, asked = Window(), NOTHING
         for trains, sync in series:
-            window.request(sync, trains=trains)
+            window.require_sync = sync
+            window.forward_ends(watched=True, trains=trains)
             asked = AFTER[asked, trains, sync]
         deciding = [sync for trains, sync in series if trains] or [sync for _, sync in series]
         assert asked.sync == (any(deciding) if series else None)
