@@ -356,9 +356,8 @@ class BackwardWatch:
         """
         if self._leaves:
             self.forget_leaves()
-        announcer, watched = _Announcer(), False
-        announcer.note = note
-        hook: Callable[[Tensor], None] = partial(self.begin, announcer)
+        watched = False
+        hook: Callable[[Tensor], None] = partial(self.begin, [note])
         for tensor in (outputs,) if isinstance(outputs, Tensor) else tensors_in(outputs):
             if not tensor.requires_grad:
                 continue
@@ -374,21 +373,20 @@ class BackwardWatch:
         while self._leaves:
             self._leaves.pop().remove()
 
-    def begin(self, announcer: _Announcer | None = None, _grad: Tensor | None = None) -> None:
+    def begin(self, notes: list[int] | None = None, _grad: Tensor | None = None) -> None:
         """Open the backward that is running, unless it is open already.
 
         If that fails, the backward is abandoned: the peers may wait for it. The forward counts as one without a
         backward until then, so that the ranks differ where this fails before anything was noted.
 
         Args:
-            announcer: of the output that was reached, if one was.
+            notes: that of the forward whose output was reached, if one was; empty where that is not the first time.
         """
         listener, opens = self.listener, self._task is None
         try:
             self.unopened.clear()
-            if announcer is not None and announcer.new:
-                announcer.new = False
-                self.reached(announcer.note)
+            if notes:
+                self.reached(notes.pop())
             if opens:
                 node = torch._C._current_autograd_node()
                 compiled = compiled_backward() if node is None else None
@@ -399,7 +397,7 @@ class BackwardWatch:
                         "torch.compile works without it."
                     )
                 self._opened = next(_numbers)
-                listener.open(announced=announcer is not None)
+                listener.open(announced=notes is not None)
                 task = partial(self._end, partial(_reaches_leaves, node))
                 self._task = weakref.ref(task, self._died)
                 _queue_callback(task)
@@ -507,18 +505,6 @@ def _leaves_of(roots: Sequence[Tensor]) -> set[int]:
         seen |= new
         nodes += new
     return leaves
-
-
-class _Announcer:
-    """What is known of one forward at the first backward that reaches an output of it.
-
-    Attributes:
-        note: of the forward.
-        new: whether no backward has reached the outputs so far.
-    """
-
-    note: int
-    new = True
 
 
 def _reaches_leaves(node: Any) -> bool:
