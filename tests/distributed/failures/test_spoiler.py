@@ -12,12 +12,12 @@ from torch import nn
 
 import dpfuse
 from dpfuse.engine.averaging import Averaging
+from dpfuse.engine.bucket_maker import BucketMaker
 from dpfuse.engine.comm_buffer import CommBuffer, zeros_on
 from dpfuse.engine.param_spec import ParamSpec
 from dpfuse.engine.plan import plan_buckets
 from dpfuse.engine.report import Report
 from dpfuse.engine.spoiler import Spoiler, spoiler_of
-from dpfuse.engine.sync import GradSync
 
 WRAPS = {
     "views": {},
@@ -29,7 +29,7 @@ WRAPS = {
 @contextmanager
 def as_on_a_gpu():
     """Reports are read one step later, and a spoiler is on the device."""
-    spoiled = mock.patch("dpfuse.engine.sync.spoiler_of", side_effect=lambda params, *_: Spoiler(params))
+    spoiled = mock.patch("dpfuse.engine.bucket_maker.spoiler_of", side_effect=lambda params, *_: Spoiler(params))
     late = property(lambda self: False, lambda self, value: None)
     with mock.patch.object(Report, "is_on_cpu", late, create=True), spoiled:
         yield
@@ -149,7 +149,7 @@ def test_a_failure_in_the_first_backward_is_read_at_once(ranks):
 @pytest.mark.parametrize("check", ["deferred", "strict"])
 def test_nothing_is_spoiled_once_the_report_was_read(rank, size, check):
     asked = []
-    spoiler = mock.patch.object(GradSync, "_spoil", lambda sync, report: asked.append(report))
+    spoiler = mock.patch.object(BucketMaker, "spoil", lambda maker, in_use: asked.append(in_use.report))
     with as_on_a_gpu(), spoiler:
         model = dpfuse.DataParallel(nn.Linear(2, 2), check=check)
         for first in (True, False):

@@ -253,7 +253,7 @@ def a_step_late(rank, size, mode):
 
     with mock.patch.object(finite_module, "HostCopy", Noted):
         model = dpfuse.DataParallel(Net(), None, 0, 0, check_finite=mode)
-        features = model._sync.grads._assembly.features
+        features = model._sync.grads._maker.features
         (check,) = (each for each in features if isinstance(each, finite_module.FiniteCheck))
         check.late = True
         texts = []
