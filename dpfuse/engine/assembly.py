@@ -13,6 +13,7 @@ from dpfuse.comm import registered_memory
 from dpfuse.comm.abilities import abilities_of
 from dpfuse.engine.averaging import FP8, Averaging, averaging_for, real_dtype
 from dpfuse.engine.bucket import GradBucket, Parts, Surroundings
+from dpfuse.engine.bucket_kinds import DELIVERIES, EXCHANGES, FEEDS, RENEWED, Trait, fits, part_for
 from dpfuse.engine.comm_buffer import PLAIN, CommBuffer, Format, Zeros, zeros_on
 from dpfuse.engine.delivery import LEAST, EarlyPrivate, Private, RenewedViews, Views
 from dpfuse.engine.exchanges.all_reduce import AllReduce
@@ -34,7 +35,7 @@ from dpfuse.engine.protocols import Delivery, Exchange, Feed
 from dpfuse.engine.renewed_memory import RenewedMemory
 from dpfuse.engine.report import Report
 from dpfuse.engine.settings import SyncSettings
-from dpfuse.engine.streams import SideStream, writers_on
+from dpfuse.engine.streams import SideStream, WritingStreams, writers_on
 from dpfuse.engine.subtrees import Subtrees
 from dpfuse.engine.torch_private import COUNTS_REFERENCES, Hooks
 
@@ -146,139 +147,10 @@ class _Making:
         wire = None if bucket.sparse and assembly.settings.wire.is_fp8 else assembly.settings.wire.dtype
         return averaging_for(bucket.dtype, self.rank_count, assembly.settings.scale, wire)
 
-    def _is_renewed(self, bucket: Bucket) -> bool:
-        """Whether private gradients of this bucket lie in its buffer, which gets new memory while one is held."""
-        assembly = self.assembly
-        if any(type(self.params[index]) is LocalPart for index in bucket.params):
-            return False  # a program holds DTensors, and references to what is inside of them are not counted
-        settings = assembly.settings
-        taken = settings.accumulates or settings.micro_batches is not None
-        private = not settings.views and assembly.hook is None and not taken
-        usual = assembly.overlaps and not settings.registered and COUNTS_REFERENCES
-        on_cpu = self.side is None and torch.device(bucket.device).type == "cpu"
-        whole = not self._divides and self._averaging(bucket).dtype == real_dtype(bucket.dtype)
-        return private and usual and on_cpu and whole
-
     def _bucket(self, order: int, bucket: Bucket, report: Report | None) -> GradBucket:
         params = [self.params[index] for index in bucket.params]
         names = [self.plan.specs[index].name for index in bucket.params]
-        label = f"bucket {order} ({bucket.nbytes / MB:.3g} MB)"
-        if self.assembly.hook is not None:
-            parts = self._hooked(self.assembly.hook, order, bucket, params, names, label)
-        elif bucket.sparse:
-            buffer = self._buffer(_without_slots(bucket), [], [])
-            exchange = SparseRows(self.assembly.group, bucket, params[0], names[0], buffer.averaging)
-            parts = self._parts(order, bucket, buffer, AtOnce(buffer), exchange, Delivery(), None)
-        else:
-            parts = self._dense(order, bucket, params, names, label, report)
-        return GradBucket(bucket, params, parts, self.assembly.around, label)
-
-    def _dense(
-        self, order: int, bucket: Bucket, params: list[Tensor], names: list[str], label: str, report: Report | None
-    ) -> Parts:
-        assembly, averaging, size = self.assembly, self._averaging(bucket), self.assembly.group.size()
-        in_buffer = bucket, params, names
-        exchange: Exchange
-        ordered: OrderedParts | Blocks | None = None
-        divided = next((one for each in assembly.features if (one := each.format(bucket, params)) is not None), None)
-        if averaging.dtype in FP8:
-            ordered = Blocks(size, getattr(torch, averaging.dtype))
-        elif divided is not None:
-            pass
-        elif assembly.settings.keeps_order or assembly.settings.wire.adds_in_float32(averaging.dtype):
-            ordered = OrderedParts(size)
-        renewed = self._is_renewed(bucket)
-        in_place: list[int] = []
-        if ordered is divided is None and not (assembly.settings.views or assembly.settings.accumulates or renewed):
-            packs = report is not None or not all(feature.eager for feature in assembly.features)
-            in_place = places_in_place(bucket, averaging, assembly.group, packs=packs)
-        if in_place:
-            in_buffer = InPlace.others(*in_buffer, in_place)
-        buffer = self._buffer(*in_buffer, report=report, format=ordered or divided or PLAIN)
-        subtrees = self._subtrees(bucket, buffer)
-        if in_place:
-            exchange = InPlace(assembly.group, bucket, params, names, in_place)
-        elif subtrees is not None:
-            exchange = TreeSum(assembly.group, subtrees, buffer.report.numel())
-        elif ordered is not None:
-            exchange = OrderedSum(assembly.group, ordered, self._rounding(order, bucket, buffer))
-        else:
-            exchange = AllReduce(assembly.group, torch.device(bucket.device))
-        for feature in assembly.features:
-            exchange = feature.exchange(order, bucket, buffer, exchange)
-        hooks = Hooks(buffer.params)
-        writers = writers_on(torch.device(bucket.device))
-        memory = RenewedMemory(buffer) if renewed else None
-        feed: Feed = AtOnce(buffer)
-        if subtrees is not None:
-            feed = TreeSums(buffer, subtrees, hooks, writers, label)
-        elif assembly.settings.accumulates:
-            feed = Accumulating(buffer, hooks, writers, label)
-        elif self._packs_eagerly(bucket, buffer):
-            feed = Eager(bucket, buffer, hooks, memory)
-        delivery = self._delivery(order, bucket, buffer, hooks, report, label, memory)
-        parts = self._parts(order, bucket, buffer, feed, exchange, delivery, report)
-        return replace(parts, writers=writers)
-
-    def _subtrees(self, bucket: Bucket, buffer: CommBuffer) -> Subtrees | None:
-        """Make the memory in which the gradients of a fixed number of micro-batches are added up, if that is asked."""
-        deal = self.assembly.settings.micro_batches
-        if deal is None:
-            return None
-        slots, dtype = buffer.gradients.slots, getattr(torch, real_dtype(bucket.dtype))
-        rank, zeros = self.assembly.group.rank(), zeros_on(bucket.device)
-        return Subtrees(deal, rank, buffer.flat.numel(), slots, dtype, zeros)
-
-    def _packs_eagerly(self, bucket: Bucket, buffer: CommBuffer) -> bool:
-        assembly = self.assembly
-        return (
-            (assembly.settings.views or self._divides or self._is_renewed(bucket))
-            and assembly.overlaps
-            and all(feature.eager for feature in assembly.features)
-            and Eager.suits(bucket, buffer.averaging.dtype)
-        )
-
-    def _delivery(
-        self,
-        order: int,
-        bucket: Bucket,
-        buffer: CommBuffer,
-        hooks: Hooks,
-        report: Report | None,
-        label: str,
-        memory: RenewedMemory | None = None,
-    ) -> Delivery:
-        delivery: Delivery
-        if memory is not None:
-            delivery = RenewedViews(hooks, memory, Private(buffer, 1.0, label=label))
-        elif self.assembly.settings.views and buffer.holds_gradients:
-            delivery = Views(buffer, hooks)
-        else:
-            post_scale = buffer.averaging.post_scale
-            private = delivery = Private(buffer, post_scale, label)
-            nbytes = sum(torch.Size(shape).numel() for shape, _ in buffer.shapes) * ITEM_SIZE[bucket.dtype]
-            usual = report is None and not buffer.dtype.is_complex and self.assembly.hook is None
-            if self.side is not None and usual and buffer.params and nbytes >= LEAST * len(buffer.params):
-                delivery = EarlyPrivate(private, buffer, self.side)
-        for feature in self.assembly.features:
-            delivery = feature.delivery(order, delivery, buffer)
-        return delivery
-
-    def _hooked(
-        self, hook: CommHook, order: int, bucket: Bucket, params: list[Tensor], names: list[str], label: str
-    ) -> Parts:
-        group, is_last = self.assembly.group, order == len(self.plan.buckets) - 1
-        exchange: Exchange
-        if bucket.sparse:
-            buffer = self._buffer(_without_slots(bucket), [], [])
-            exchange = HookedRows(
-                group, hook, buffer, order, is_last=is_last, label=label, planned=bucket, param=params[0], name=names[0]
-            )
-            return self._parts(order, bucket, buffer, AtOnce(buffer), exchange, Delivery(), None)
-        buffer = self._buffer(bucket, params, names, format=Unpadded())
-        exchange = HookedBuffer(group, hook, buffer, order, is_last=is_last, label=label)
-        delivery = self._delivery(order, bucket, buffer, Hooks(params), None, label)
-        return self._parts(order, bucket, buffer, AtOnce(buffer), exchange, delivery, None)
+        return _OneBucket(self, order, bucket, params, names, report, self._averaging(bucket)).made()
 
     def _report_alone(self, report: Report, buckets: list[GradBucket]) -> GradBucket:
         """Make a bucket without gradients, for a report that needs exact numbers or is sent after a hook."""
@@ -289,10 +161,11 @@ class _Making:
         exchange: Exchange = AllReduce(group, torch.device(plan.device))
         if hook is not None:
             exchange = AfterHooks(group, hook, report, lambda: [b.error for b in own if b.error is not None])
-        parts = self._parts(len(buckets), empty, buffer, AtOnce(buffer), exchange, Delivery(), report)
+        writers = writers_on(torch.device(plan.device))
+        parts = self.parts(len(buckets), empty, buffer, AtOnce(buffer), exchange, Delivery(), report, writers)
         return GradBucket(empty, [], parts, self.assembly.around, "the report")
 
-    def _parts(
+    def parts(
         self,
         order: int,
         bucket: Bucket,
@@ -301,47 +174,182 @@ class _Making:
         exchange: Exchange,
         delivery: Delivery,
         report: Report | None,
+        writers: WritingStreams | None,
     ) -> Parts:
+        """Return the parts of a bucket, and what features add to them."""
         steps = [each.step(order, bucket, buffer, report) for each in self.assembly.features]
         taken = tuple(step for step in steps if step is not None)
         if isinstance(exchange, InPlace) and report is None and not taken:
             exchange.multiply_buffer()
         found = () if report is None else (each.beside() for each in self.assembly.features)
         beside = tuple(companion for companion in found if companion is not None)
-        return Parts(buffer, feed, exchange, delivery, taken, report, writers_on(torch.device(bucket.device)), beside)
+        return Parts(buffer, feed, exchange, delivery, taken, report, writers, beside)
 
-    def _rounding(self, order: int, bucket: Bucket, buffer: CommBuffer) -> Rounding | None:
-        found = (each.rounding(order, bucket, buffer) for each in self.assembly.features)
-        return next((one for one in found if one is not None), None)
 
-    def _buffer(
-        self,
-        bucket: Bucket,
-        params: list[Tensor],
-        names: list[str],
-        *,
-        report: Report | None = None,
-        format: Format = PLAIN,
-    ) -> CommBuffer:
-        averaging = self._averaging(bucket)
-        room = 0 if report is None else report.numel
-        zeros = usual = self._zeros(bucket.device)
+@dataclass
+class _OneBucket:
+    """One bucket while it is made."""
+
+    making: _Making
+    order: int
+    plan: Bucket
+    params: list[Tensor]
+    names: list[str]
+    report: Report | None
+    averaging: Averaging
+
+    def __post_init__(self) -> None:
+        self.assembly = self.making.assembly
+        self.label = f"bucket {self.order} ({self.plan.nbytes / MB:.3g} MB)"
+        self.device = torch.device(self.plan.device)
+        self.writers = writers_on(self.device)
+        self.traits = self._traits()
+
+    def made(self) -> GradBucket:
+        """Return the bucket."""
+        group, features = self.assembly.group, self.assembly.features
+        kind, places = part_for(EXCHANGES, self.traits), list[int]()
+        if kind is InPlace:
+            packs = self.report is not None or not all(feature.eager for feature in features)
+            places = places_in_place(self.plan, self.averaging, group, packs=packs)
+        buffer = self._buffer(places)
+        subtrees = self._subtrees(buffer) if Trait.MICRO_BATCHES in self.traits and not self.plan.sparse else None
+        exchange = self._exchange(kind, buffer, places, subtrees)
+        hooks = Hooks(buffer.params)
+        memory = RenewedMemory(buffer) if Trait.RENEWED in self.traits else None
+        feed = self._feed(buffer, hooks, memory, subtrees)
+        delivery = self._delivery(buffer, hooks, memory)
+        parts = self.making.parts(self.order, self.plan, buffer, feed, exchange, delivery, self.report, self.writers)
+        return GradBucket(self.plan, self.params, parts, self.assembly.around, self.label)
+
+    def _traits(self) -> set[Trait]:
+        """Return what is known of the bucket before it is made."""
+        assembly, settings, plan, wire = self.assembly, self.assembly.settings, self.plan, self.averaging.dtype
+        side, features = self.making.side, assembly.features
+        found = {
+            Trait.SPARSE: plan.sparse,
+            Trait.COMPLEX: plan.dtype.startswith("complex"),
+            Trait.DTENSOR: any(type(param) is LocalPart for param in self.params),
+            Trait.OWN_DTYPE: wire == real_dtype(plan.dtype),
+            Trait.REPORT: self.report is not None,
+            Trait.HOOK: assembly.hook is not None,
+            Trait.VIEWS: settings.views,
+            Trait.MICRO_BATCHES: settings.micro_batches is not None,
+            Trait.ACCUMULATES: settings.accumulates,
+            Trait.ORDERED: settings.keeps_order or settings.wire.adds_in_float32(wire),
+            Trait.FLOAT8: wire in FP8,
+            Trait.DIVIDED: any(feature.divides for feature in features),
+            Trait.REGISTERED: settings.registered,
+            Trait.COUNTED: side is None and self.device.type == "cpu" and assembly.overlaps and COUNTS_REFERENCES,
+            Trait.ON_STREAMS: side is not None,
+            Trait.SINGLY: assembly.overlaps and all(each.eager for each in features) and Eager.suits(plan, wire),
+        }
+        traits = {trait for trait, has in found.items() if has}
+        return traits | {Trait.RENEWED} if fits(RENEWED, traits) else traits
+
+    def _format(self) -> Format:
+        """Return how gradients lie in the buffer."""
+        assembly = self.assembly
+        if self.plan.sparse:
+            return PLAIN
+        if assembly.hook is not None:
+            return Unpadded()
+        if Trait.FLOAT8 in self.traits:
+            return Blocks(assembly.group.size(), getattr(torch, self.averaging.dtype))
+        found = (each.format(self.plan, self.params) for each in assembly.features)
+        divided = next((one for one in found if one is not None), None)
+        if divided is not None:
+            return divided
+        return OrderedParts(assembly.group.size()) if Trait.ORDERED in self.traits else PLAIN
+
+    def _buffer(self, places: list[int]) -> CommBuffer:
+        """Make the buffer of all gradients but those at `places`, or take that of a bucket before."""
+        if self.plan.sparse:  # rows travel elsewhere
+            plan = replace(self.plan, params=(), slots=(), numel=0, cap=None)
+            params, names = list[Tensor](), list[str]()
+        else:
+            plan, params, names = InPlace.others(self.plan, self.params, self.names, places)
+        room = 0 if self.report is None else self.report.numel
+        format = self._format()
+        zeros = usual = self._zeros()
         for feature in self.assembly.features if params else ():
-            zeros = feature.memory(bucket.device, zeros)
-        for old in () if self._is_renewed(bucket) or zeros is not usual else self.before:
-            if old.parts.buffer.serves(bucket, params, averaging.dtype, room, format):
-                old.parts.buffer.averaging = averaging
+            zeros = feature.memory(plan.device, zeros)
+        for old in () if Trait.RENEWED in self.traits or zeros is not usual else self.making.before:
+            if old.parts.buffer.serves(plan, params, self.averaging.dtype, room, format):
+                old.parts.buffer.averaging = self.averaging
                 return old.parts.buffer
-        return CommBuffer(bucket, params, names, averaging, zeros=zeros, room=room, format=format)
+        return CommBuffer(plan, params, names, self.averaging, zeros=zeros, room=room, format=format)
 
-    def _zeros(self, device: str) -> Zeros:
-        group = self.assembly.group
-        if not self.assembly.settings.registered or self.assembly.hook is not None:
-            return zeros_on(device)
+    def _zeros(self) -> Zeros:
+        assembly = self.assembly
+        if not assembly.settings.registered or assembly.hook is not None:
+            return zeros_on(self.plan.device)
         return lambda numel, dtype: registered_memory.zeros(
-            numel, dtype=dtype, device=torch.device(device), group=group
+            numel, dtype=dtype, device=self.device, group=assembly.group
         )
 
+    def _subtrees(self, buffer: CommBuffer) -> Subtrees:
+        """Make the memory in which the gradients of a fixed number of micro-batches are added up."""
+        deal = self.assembly.settings.micro_batches
+        assert deal is not None
+        slots, dtype = buffer.gradients.slots, getattr(torch, real_dtype(self.plan.dtype))
+        rank, zeros = self.assembly.group.rank(), zeros_on(self.plan.device)
+        return Subtrees(deal, rank, buffer.flat.numel(), slots, dtype, zeros)
 
-def _without_slots(bucket: Bucket) -> Bucket:
-    return Bucket((), bucket.nbytes, bucket.dtype, bucket.device, (), 0, None, bucket.sparse)
+    def _exchange(self, kind: type, buffer: CommBuffer, places: list[int], subtrees: Subtrees | None) -> Exchange:
+        assembly, group, plan = self.assembly, self.assembly.group, self.plan
+        if assembly.hook is not None:
+            hooked = group, assembly.hook, buffer, self.order
+            is_last = self.order == len(self.making.plan.buckets) - 1
+            if kind is HookedBuffer:
+                return HookedBuffer(*hooked, is_last=is_last, label=self.label)
+            one, name = self.params[0], self.names[0]
+            return HookedRows(*hooked, is_last=is_last, label=self.label, planned=plan, param=one, name=name)
+        if kind is SparseRows:
+            return SparseRows(group, plan, self.params[0], self.names[0], buffer.averaging)
+        exchange: Exchange
+        if subtrees is not None:
+            exchange = TreeSum(group, subtrees, buffer.report.numel())
+        elif kind is OrderedSum:
+            assert isinstance(buffer.format, (OrderedParts, Blocks))
+            exchange = OrderedSum(group, buffer.format, self._rounding(buffer))
+        elif places:
+            exchange = InPlace(group, plan, self.params, self.names, places)
+        else:
+            exchange = AllReduce(group, self.device)
+        for feature in assembly.features:
+            exchange = feature.exchange(self.order, plan, buffer, exchange)
+        return exchange
+
+    def _rounding(self, buffer: CommBuffer) -> Rounding | None:
+        found = (each.rounding(self.order, self.plan, buffer) for each in self.assembly.features)
+        return next((one for one in found if one is not None), None)
+
+    def _feed(self, buffer: CommBuffer, hooks: Hooks, memory: RenewedMemory | None, subtrees: Subtrees | None) -> Feed:
+        kind = part_for(FEEDS, self.traits)
+        if subtrees is not None:
+            return TreeSums(buffer, subtrees, hooks, self.writers, self.label)
+        if kind is Accumulating:
+            return Accumulating(buffer, hooks, self.writers, self.label)
+        if kind is Eager:
+            return Eager(self.plan, buffer, hooks, memory)
+        return AtOnce(buffer)
+
+    def _delivery(self, buffer: CommBuffer, hooks: Hooks, memory: RenewedMemory | None) -> Delivery:
+        nbytes = sum(torch.Size(shape).numel() for shape, _ in buffer.shapes) * ITEM_SIZE[self.plan.dtype]
+        is_large = bool(buffer.params) and nbytes >= LEAST * len(buffer.params)
+        kind = part_for(DELIVERIES, self.traits | {Trait.LARGE} if is_large else self.traits)
+        if kind is Delivery:
+            return Delivery()
+        delivery: Delivery
+        if memory is not None:
+            delivery = RenewedViews(hooks, memory, Private(buffer, 1.0, label=self.label))
+        elif kind is Views:
+            delivery = Views(buffer, hooks)
+        else:
+            delivery = private = Private(buffer, buffer.averaging.post_scale, self.label)
+            if kind is EarlyPrivate and self.making.side is not None:
+                delivery = EarlyPrivate(private, buffer, self.making.side)
+        for feature in self.assembly.features:
+            delivery = feature.delivery(self.order, delivery, buffer)
+        return delivery
