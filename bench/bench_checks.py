@@ -32,7 +32,8 @@ from bench.models import Workload, chain, layers
 from bench.playback import play_back, played_back, remembered
 from bench.rank_group import on_ranks
 from bench.step_time import Effort, StepTimes
-from dpfuse.engine.report import ALL_WELL, Outcome, Reading, Report
+from dpfuse.engine.reading import ALL_WELL, Outcome, Reading
+from dpfuse.engine.report import Report
 from dpfuse.engine.sync_decision import Window
 from dpfuse.model.signature import ModelSignature
 

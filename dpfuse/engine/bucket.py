@@ -18,7 +18,8 @@ from dpfuse.engine.comm_buffer import CommBuffer
 from dpfuse.engine.events import Events, overridden
 from dpfuse.engine.plan import Bucket
 from dpfuse.engine.protocols import Companion, Delivery, Exchange, Feed, PackArguments, PackStep
-from dpfuse.engine.report import Outcome, Report
+from dpfuse.engine.reading import Outcome
+from dpfuse.engine.report import Report
 from dpfuse.engine.streams import WritingStreams
 from dpfuse.engine.torch_private import profiler_runs, ranged, ranged_without_graph
 from dpfuse.errors import DPFuseError

@@ -19,9 +19,9 @@ from dpfuse.engine.bucket_set import BucketSet
 from dpfuse.engine.events import overridden
 from dpfuse.engine.exchanges.comm_hook import CommHook
 from dpfuse.engine.feature import Feature
+from dpfuse.engine.late_reading import Guard
 from dpfuse.engine.membership import Membership
 from dpfuse.engine.plan import BucketPlan, rebuild_plan
-from dpfuse.engine.report import Guard
 from dpfuse.engine.settings import SyncSettings
 from dpfuse.engine.spoiler import spoiler_of
 from dpfuse.errors import DPFuseError

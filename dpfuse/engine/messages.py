@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from dpfuse.engine.report import FROZEN, Reading
+from dpfuse.engine.reading import Reading
+from dpfuse.engine.report import FROZEN
 from dpfuse.engine.report_layout import Field
 from dpfuse.errors import DPFuseError
 

@@ -66,8 +66,9 @@ from dpfuse.engine.local_part import leaf_of
 from dpfuse.engine.lost_steps import LOST, LostSteps
 from dpfuse.engine.membership import Membership
 from dpfuse.engine.optimizer_step_hook import call_before_steps
+from dpfuse.engine.reading import ALL_WELL, Outcome, Reading
 from dpfuse.engine.ready import ReadyHook, ReadyList
-from dpfuse.engine.report import ALL_WELL, Outcome, Reading, Report
+from dpfuse.engine.report import Report
 from dpfuse.engine.report_layout import ReportLayout
 from dpfuse.engine.send_order import SendOrder
 from dpfuse.engine.sync_decision import Window

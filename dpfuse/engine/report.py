@@ -6,9 +6,8 @@ of ranks, apart from one element per parameter. It is in no plan and counts in n
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from operator import attrgetter, methodcaller, mul
 from typing import NamedTuple, cast
 
@@ -17,124 +16,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dpfuse.comm import collective
+from dpfuse.engine.late_reading import Guard, HostPairs, LateReading
 from dpfuse.engine.number_hash import number_hash
+from dpfuse.engine.reading import ALL_WELL, Outcome, Reading, Row
 from dpfuse.engine.report_layout import Question, ReportLayout, ReportPlace
-from dpfuse.engine.streams import HostCopy, capturing
+from dpfuse.engine.streams import capturing
 from dpfuse.engine.sync_decision import Window
 from dpfuse_kernels.spoil import any_pair
 
-__all__ = ["ALL_WELL", "FROZEN", "Compared", "Guard", "Outcome", "Reading", "Report", "Row"]
+__all__ = ["FROZEN", "Compared", "Report"]
 
 FLAGS = 3  # the first pairs: a rank has failed, has changed its module, has no memory; their first elements say so
 RANK_BITS = 15  # of the number of a rank that failed or has changed
 FROZEN, FROZEN_BITS = "frozen", 2  # the set of frozen parameters, which is compared like a field
 UNTOLD, HASH_BITS = "some field", 32  # the hash of the whole numbers of all fields, which no bit of theirs replaces
 
-Guard = Callable[[Tensor, "tuple[Tensor, Tensor] | None"], None]
-
 _asks = attrgetter("asks")
 _number_of = methodcaller("value")
-
-
-@dataclass(slots=True)
-class Outcome:
-    """What has happened on this rank in the running backward."""
-
-    missing: tuple[int, ...] = ()  # parameters without a gradient, of the buckets sent so far
-    frozen: frozenset[int] = frozenset()  # parameters that were frozen since they were planned
-    just_frozen: frozenset[int] = frozenset()  # those of them that an open window may have accumulated before
-    late: tuple[int, ...] = ()  # parameters that became ready after their bucket was sent
-    error: Exception | None = None  # the first error of this rank
-    failed: bool = False  # whether an exception ended it
-    out_of_memory: bool = False  # whether that was torch's error of memory
-    changed: bool = False  # whether the model has changed since the buckets were made
-    torn: bool = False  # whether a collective, or a user's hook in its place, has raised
-    well: bool = field(init=False)  # whether the gradients of this rank are right
-
-    def __post_init__(self) -> None:
-        self.well = not (self.failed or self.late or self.error is not None)
-
-    def note(self, error: Exception) -> None:
-        """Note an error of this rank; the first one stays."""
-        self.error, self.well = self.error or error, False
-
-    def note_late(self, indices: Iterable[int]) -> None:
-        """Note parameters that became ready after their bucket was sent."""
-        self.late += tuple(indices)
-        self.well = self.well and not self.late
-
-    def note_end(self) -> None:
-        """Note that an exception has ended the backward."""
-        self.failed, self.well = True, False
-
-    @property
-    def memory_ran_out(self) -> bool:
-        """Whether the gradients of this rank are wrong because its memory ran out."""
-        return (self.failed and self.out_of_memory) or isinstance(self.error, torch.OutOfMemoryError)
-
-
-class Row(NamedTuple):
-    """What one rank has told.
-
-    Attributes:
-        failed, changed: whether it failed, and whether its model has changed.
-        is_compared: whether its numbers are compared: not without inputs, or after a forward that raised.
-        frozen: how many parameters it has frozen.
-        numbers: of each field, and a hash of the set of frozen parameters.
-    """
-
-    failed: bool
-    changed: bool
-    is_compared: bool
-    frozen: int
-    numbers: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Reading:
-    """What a report says, summed over the ranks.
-
-    Attributes:
-        any_failed: whether a rank failed.
-        any_changed, any_unchanged: whether a rank has another model than the buckets are for, or the same.
-        out_of_memory: whether a rank failed because its memory ran out.
-        asked: the questions that a rank asks.
-        told: names of the places in which the bits of ranks differ, which is no failure.
-        differing: names of the fields in which ranks differ. Without rows it is only known that some field differs
-            where the bits that travel of each are equal: it is none of the names of fields then.
-        rank: the one rank that failed or has changed; None if there is none, or several, or if it is unknown.
-        rows: of each rank. Empty where they were not gathered.
-    """
-
-    any_failed: bool = False
-    any_changed: bool = False
-    any_unchanged: bool = True
-    out_of_memory: bool = False
-    differing: tuple[str, ...] = ()
-    rank: int | None = None
-    rows: tuple[Row, ...] = ()
-    asked: tuple[Question, ...] = ()
-    told: tuple[str, ...] = ()
-
-    @property
-    def all_well(self) -> bool:
-        """Whether the gradients of all ranks are right."""
-        return not (self.any_failed or self.any_changed or self.differing)
-
-    def failed(self) -> list[int]:
-        """Return the ranks that failed, as far as they are known."""
-        if self.rows:
-            return [rank for rank, row in enumerate(self.rows) if row.failed]
-        return [] if self.rank is None or not self.any_failed else [self.rank]
-
-    def changed(self) -> list[int]:
-        """Return the ranks whose model has changed, as far as they are known."""
-        if self.rows:
-            return [rank for rank, row in enumerate(self.rows) if row.changed]
-        return [] if self.rank is None or not self.any_changed else [self.rank]
-
-
-ALL_WELL = Reading()
 
 
 class Compared:
@@ -227,14 +125,10 @@ class Report:
             for place in self._starts
             if place.compared
         }
-        self._early: Reading = ALL_WELL  # on CUDA, of this backward, since this rank has waited for its report
         self._sums: _Sums | None = None  # of this backward
         self._latest: _Sums | None = None  # of this one, or the one before
-        self._copy: HostCopy | None = None  # of the pairs, on CUDA
-        self._host: _HostPairs | None = None  # of that copy; on a CPU, of this backward's
-        self._pending = False  # whether the copy has those of an earlier backward, which were not read
-        self._uncopied: tuple[Tensor, Tensor] | None = None  # of this backward: from the device, to the host
-        self._before: Report | None = None  # what this one has replaced, while that has something to tell
+        self._host: HostPairs | None = None  # on a CPU, of this backward
+        self._late = LateReading(self._reading_of)  # on CUDA
         self._usual = b""  # the pairs that said last that all is well
         self._told = ALL_WELL  # what every rank has heard last
 
@@ -336,7 +230,7 @@ class Report:
     @property
     def was_read(self) -> bool:
         """Whether the host has read this backward's report. On CUDA it may read it one backward later, or never."""
-        return self.is_on_cpu or not (self._pending or capturing())
+        return self.is_on_cpu or not (self._late.is_pending or capturing())
 
     def read(self, outcome: Outcome, *, wait: bool, gather: bool) -> Reading:
         """Return what the ranks report.
@@ -362,26 +256,30 @@ class Report:
         if self.is_on_cpu:
             host = self._host
             if host is None or host.values is not sums.parts.told:
-                host = self._host = _HostPairs(sums.parts.told)
+                host = self._host = HostPairs(sums.parts.told)
             reading = ALL_WELL if host.memory.raw == self._usual else self._reading_of(host)
             if reading is not self._told:
                 self._tell_of(reading)
             if reading is ALL_WELL:
                 return reading
-        elif not wait:
-            return self._read_later(sums)
         else:
-            before = self._untold()
-            self._tell_late(before)
-            if not before.all_well and outcome.well:
-                now = self._interpret(sums.parts.told.tolist()) if outcome.changed else None
-                if now is not None and not now.any_unchanged:
-                    self._early = now  # every rank has changed, so all wait, and no rank reads it in the next backward
-                else:
-                    self._keep(sums)  # ranks that do not wait read it in the next backward, so this rank does, too
-                    self.hand_over()
+            late, told = self._late, sums.parts.told
+            before, heard = late.hear()
+            self._tell_of(heard)
+            if not wait:
+                late.keep(told)
+                if before is not ALL_WELL:  # an error may follow, or an exchange that fails, in place of `hand_over`
+                    late.hand_over()
                 return before
-            reading = self._early = self._reading_of(_HostPairs(sums.parts.told.cpu()))
+            if not before.all_well and outcome.well:
+                now = self._interpret(told.tolist()) if outcome.changed else None
+                if now is not None and not now.any_unchanged:
+                    late.early = now  # every rank has changed, so all wait, and no rank reads it in the next backward
+                else:
+                    late.keep(told)  # ranks that do not wait read it in the next backward, so this rank does, too
+                    late.hand_over()
+                return before
+            reading = late.early = self._reading_of(HostPairs(told.cpu()))
         if not reading.all_well and gather:
             sums.reading = self._with_rows(reading, outcome)
             return sums.reading
@@ -473,42 +371,7 @@ class Report:
         they may answer together.
         """
         if not (before is self or self._is_alone or self.is_on_cpu):  # there nothing is told later
-            self._before = before
-
-    def _tell_late(self, before: Reading) -> None:
-        """Note what every rank has heard by now of the backward before, of which this rank may know already."""
-        self._tell_of(self._with_early(before))
-
-    def _with_early(self, before: Reading) -> Reading:
-        early, self._early = self._early, ALL_WELL
-        if early is ALL_WELL:
-            return before
-        asked = dict.fromkeys((*before.asked, *early.asked))
-        return replace(before, asked=tuple(asked), told=(*before.told, *early.told))
-
-    def _untold(self) -> Reading:
-        """Return what the ranks reported in the backward before, if it was not read then."""
-        before, self._before = self._before, None
-        if before is not None:
-            return before._with_early(before._untold())
-        return self._read_pending() if self._pending else ALL_WELL
-
-    def _read_later(self, sums: _Sums) -> Reading:
-        before = self._untold()
-        self._tell_late(before)
-        self._keep(sums)
-        if before is not ALL_WELL:  # an error may follow, or an exchange that fails, in place of `hand_over`
-            self.hand_over()
-        return before
-
-    def _keep(self, sums: _Sums) -> None:
-        """Let `hand_over` copy this backward's report to the host, which reads it in the next one."""
-        if self._copy is None:
-            self._copy = HostCopy(sums.parts.told)
-            self._host = _HostPairs(self._copy.arriving)
-        else:
-            self._uncopied = sums.parts.told, self._copy.arriving
-        self._pending = True
+            self._late.follow(before._late)
 
     def hand_over(self, guard: Guard | None = None) -> None:
         """Copy this backward's report to the host if it is read later, and let the device act on it in the same launch.
@@ -516,25 +379,9 @@ class Report:
         Args:
             guard: gets the summed pairs, [2 * pairs], and what it is to copy: from and to; None if that is nothing.
         """
-        uncopied, copy = self._uncopied, self._copy
-        if guard is not None:
-            guard(self.pairs(), uncopied)
-        if uncopied is not None and copy is not None:
-            if guard is None:
-                copy.take(uncopied[0])
-            else:
-                copy.written()
-            self._uncopied = None
+        self._late.hand_over(guard, None if guard is None else self.pairs())
 
-    def _read_pending(self) -> Reading:
-        assert self._copy is not None
-        assert self._host is not None
-        self._pending = False
-        self.hand_over()  # an interrupt may have struck before it
-        self._copy.wait()
-        return self._reading_of(self._host)
-
-    def _reading_of(self, host: _HostPairs) -> Reading:
+    def _reading_of(self, host: HostPairs) -> Reading:
         """Return what these pairs say: in nearly every backward that all is well, nothing differs and no rank asks."""
         memory = host.memory.raw
         if memory == self._usual:
@@ -552,22 +399,6 @@ class _Parts(NamedTuple):
 
     told: Tensor  # all of them
     states: Tensor  # those in which a difference is a failure
-
-
-class _HostPairs:
-    """The pairs of a report in the host's memory, whose bytes can be compared in less time than one operation takes.
-
-    Args:
-        values: where they lie or arrive, [elements], on the CPU.
-
-    Attributes:
-        values: as given.
-        memory: their bytes.
-    """
-
-    def __init__(self, values: Tensor) -> None:
-        self.values = values
-        self.memory = (ctypes.c_char * (values.numel() * values.element_size())).from_address(values.data_ptr())
 
 
 @dataclass(slots=True)

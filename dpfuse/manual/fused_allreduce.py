@@ -28,7 +28,8 @@ from dpfuse.engine.feeds.accumulating import refuse_accumulated
 from dpfuse.engine.local_part import is_divided
 from dpfuse.engine.param_spec import ParamSpec
 from dpfuse.engine.plan import MB
-from dpfuse.engine.report import Outcome, Reading, Report
+from dpfuse.engine.reading import Outcome, Reading
+from dpfuse.engine.report import Report
 from dpfuse.engine.report_layout import ReportLayout
 from dpfuse.engine.send_order import complete_failed
 from dpfuse.engine.settings import SyncSettings

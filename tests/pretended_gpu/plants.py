@@ -27,6 +27,7 @@ from dpfuse.engine.bucket import GradBucket
 from dpfuse.engine.delivery import Private
 from dpfuse.engine.exchanges.all_reduce import AllReduce
 from dpfuse.engine.exchanges.hooked import _HookWork
+from dpfuse.engine.late_reading import LateReading
 from dpfuse.engine.reducer import Reducer
 from dpfuse.engine.report import Report
 from dpfuse.engine.spoiler import Spoiler
@@ -506,17 +507,17 @@ def _event_before_the_copy(put: Setattr, rank: int) -> None:
 
 
 def _event_before_the_kernel(put: Setattr, rank: int) -> None:
-    hand_over = Report.hand_over
+    hand_over = LateReading.hand_over
 
-    def too_early(self: Report, guard: Any = None) -> None:
+    def too_early(self: LateReading, guard: Any = None, pairs: Any = None) -> None:
         if self._uncopied is None or guard is None:
-            hand_over(self, guard)
+            hand_over(self, guard, pairs)
             return
         self._copy.written()  # type: ignore[union-attr]
-        guard(self.pairs(), self._uncopied)
+        guard(pairs, self._uncopied)
         self._uncopied = None
 
-    put(Report, "hand_over", too_early)
+    put(LateReading, "hand_over", too_early)
 
 
 def _read_at_once(self: HostCopy) -> list[Any]:

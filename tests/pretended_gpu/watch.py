@@ -22,7 +22,7 @@ from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dpfuse.engine import report
+from dpfuse.engine import late_reading
 from tests.pretended_gpu.device import LIBRARY
 from tests.pretended_gpu.footprints import footprint
 from tests.pretended_gpu.values import COLLECTIVES, calculation_of, compute_kernels, over
@@ -359,13 +359,13 @@ def _host_reads(what: str, address: int, length: int) -> None:
 
 
 def _watch_the_host() -> None:
-    make = report._HostPairs.__init__
+    make = late_reading.HostPairs.__init__
 
     def make_watched(pairs: Any, values: Tensor) -> None:
         make(pairs, values)
         pairs.memory = _Bytes(pairs.memory)
 
-    report._HostPairs.__init__ = make_watched  # type: ignore[method-assign]
+    late_reading.HostPairs.__init__ = make_watched  # type: ignore[method-assign]
     for name in ("tolist", "numpy", "__array__"):
         setattr(Tensor, name, _reading(getattr(Tensor, name), f"Tensor.{name}"))
     save = torch.save

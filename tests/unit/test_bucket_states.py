@@ -27,7 +27,7 @@ from dpfuse.engine.feeds.eager import Eager
 from dpfuse.engine.param_spec import ParamSpec
 from dpfuse.engine.plan import plan_buckets
 from dpfuse.engine.protocols import PackStep
-from dpfuse.engine.report import ALL_WELL, Outcome
+from dpfuse.engine.reading import ALL_WELL, Outcome
 from dpfuse.engine.settings import SyncSettings
 from dpfuse.errors import DPFuseError
 from tests.unit.engine_inputs import make_report, surroundings

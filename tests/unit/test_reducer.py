@@ -26,8 +26,8 @@ from dpfuse.engine.lost_steps import LostSteps
 from dpfuse.engine.param_spec import ParamSpec
 from dpfuse.engine.plan import plan_buckets
 from dpfuse.engine.protocols import Delivery, Feed
+from dpfuse.engine.reading import ALL_WELL, Reading
 from dpfuse.engine.reducer import Reducer
-from dpfuse.engine.report import ALL_WELL, Reading
 from dpfuse.engine.report_layout import Field, Question, ReportLayout
 from dpfuse.engine.send_order import SendOrder
 from dpfuse.engine.settings import SyncSettings

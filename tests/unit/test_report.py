@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from dpfuse.comm import collective
 from dpfuse.engine import messages
 from dpfuse.engine.number_hash import number_hash
-from dpfuse.engine.report import ALL_WELL, FROZEN, FROZEN_BITS, UNTOLD, Outcome, Reading, Report, Row
+from dpfuse.engine.reading import ALL_WELL, Outcome, Reading, Row
+from dpfuse.engine.report import FROZEN, FROZEN_BITS, UNTOLD, Report
 from dpfuse.engine.report_layout import Field, Question, ReportLayout
 from dpfuse.engine.sync_decision import Window
 from dpfuse.weights.hashing import write_number

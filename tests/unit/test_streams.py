@@ -20,7 +20,7 @@ from dpfuse.engine.exchanges.hooked import HookedBuffer, HookedRows
 from dpfuse.engine.exchanges.in_place import InPlace
 from dpfuse.engine.exchanges.sparse import SparseRows
 from dpfuse.engine.feeds.accumulating import Accumulating
-from dpfuse.engine.report import Outcome
+from dpfuse.engine.reading import Outcome
 from dpfuse.engine.streams import HostCopy, SideStream, WritingStreams, _keep_until, writers_on
 from dpfuse.engine.torch_private import OnStream, are_private, is_private
 from tests.streams import PretendedWork
