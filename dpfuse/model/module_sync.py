@@ -172,13 +172,7 @@ class ModuleSync:
         divided = [each.whole.device_mesh for each in params if type(each) is LocalPart]
         groups = groups_around(group, dict.fromkeys([*face.meshes, *divided]), number, late=params[0].is_cuda)
         self.stop = StopRequest(groups)
-        self.open_window = OpenWindow(
-            self.window,
-            lambda: self.grads.lost.heard,
-            lambda: self.grads.params,
-            lambda: [*self.grads.reducer.accumulation.feeds.values()],
-        )
-        watchers += [self.stop, self.open_window]
+        watchers.append(self.stop)
         self.weights: WeightsCheck | None = None
         self.loop: LoopCheck | None = None
         self.journal: Journal | None = None
@@ -209,6 +203,8 @@ class ModuleSync:
             later=[self.factors],
             wrap=face.wrap,
         )
+        self.open_window = OpenWindow(self.window, self.grads)
+        self.grads.events.add(self.open_window)
         self.grads.order.complete = WeakMethod(self._complete_failed)
         if level == "off":
             compare_none(self.grads.hooks)  # also where its parameters are averaged by hand

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Tensor
-
 from dpfuse.engine.events import Watcher
-from dpfuse.engine.feeds.accumulating import Accumulating
+from dpfuse.engine.sync import GradSync
 from dpfuse.engine.sync_decision import Window
 
 __all__ = ["OpenWindow"]
@@ -22,37 +19,27 @@ class OpenWindow(Watcher):
 
     Args:
         window: of the model.
-        steps: returns how many steps of any optimizer were heard.
-        params: returns the parameters whose gradients are averaged.
-        feeds: returns what holds gradients in place of `.grad`.
+        grads: the synchronisation of its gradients.
     """
 
-    def __init__(
-        self,
-        window: Window,
-        steps: Callable[[], int],
-        params: Callable[[], Sequence[Tensor]],
-        feeds: Callable[[], Sequence[Accumulating]],
-    ) -> None:
+    def __init__(self, window: Window, grads: GradSync) -> None:
         self._window = window
-        self._steps = steps
-        self._added_at = 0  # how many there were when a backward last added to gradients without averaging
-        self._params = params
-        self._feeds = feeds
+        self._grads = grads
+        self._added_at = 0  # steps that were heard when a backward last added to gradients without averaging
 
     def local_backward_ended(self, *, added: bool) -> None:
         """As `Watcher.local_backward_ended`."""
         if added:
-            self._added_at = self._steps()
+            self._added_at = self._grads.lost.heard
 
     def holds_gradients(self) -> bool:
         """Whether a window is open, and its gradients are not zero."""
-        steps = self._steps()
+        steps = self._grads.lost.heard
         if not (steps and steps == self._added_at and self._window.is_open):
             return False
-        params = self._params()
+        params, feeds = self._grads.params, self._grads.reducer.accumulation.feeds
         ids = set(map(id, params))
-        return any(feed.holds_of(ids) for feed in self._feeds()) or any(map(_is_filled, params))
+        return any(feed.holds_of(ids) for feed in feeds.values()) or any(map(_is_filled, params))
 
 
 def _is_filled(param: Any) -> bool:
