@@ -108,8 +108,10 @@ class UnevenInputsHook(JoinHook):
             return
         if window.owes_backward or window.excused:
             window.request(True)  # whatever the forward asks for that is about to begin
-            reducer.open(announced=True)
-            reducer.abandon()
+            try:
+                reducer.open(announced=True)
+            finally:
+                reducer.abandon(opened=False)
             reducer.drain()
             raise DPFuseError(
                 f"rank {rank} ran a forward inside join() without reducing its gradients afterwards, while ranks that "

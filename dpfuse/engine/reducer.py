@@ -34,6 +34,7 @@ from dpfuse.engine.backward import (
     BEGINS_CHANGED,
     BEGINS_FIRST,
     BEGINS_LOCAL,
+    CHANGED,
     COMPLETED,
     COUNT,
     DIED,
@@ -48,6 +49,7 @@ from dpfuse.engine.backward import (
     OPEN,
     OWE,
     READY,
+    RECORDING,
     REDUCING,
     REFUSED,
     RESTING,
@@ -177,8 +179,12 @@ class Reducer:
         self._change: _Change | None = None
         self._frozen: frozenset[int] = frozenset()
         self._completed_before = 0  # as the backward opened that runs, or was the last
-        self._begins: Event = BEGINS_FIRST  # the event of a synchronised backward with the buckets in use
-        self._stages: tuple[Callable[[], None], ...] = ()  # of its end
+        usual = self._send_rest, self._receive
+        self._stages: dict[State, tuple[Callable[[], None], ...]] = {  # of the end of a synchronised backward
+            REDUCING: (*usual, self._complete),
+            RECORDING: (*usual, self._deliver_rest, self._rebuild, self._complete),
+            CHANGED: (self._learn_of_change, *usual, self._deliver_rest, self._rebuild, self._complete),
+        }
         self._in_use = in_use
         self._use(in_use)
         call_before_steps(self)
@@ -240,7 +246,6 @@ class Reducer:
     def keep_change(self) -> None:
         """Keep the changed model, since all ranks have agreed on it."""
         self._change, self.rebuilt = None, False
-        self._choose_stages()
 
     def unfollow(self) -> None:
         """Return to the buckets before the change, since it was undone."""
@@ -254,11 +259,11 @@ class Reducer:
         marks = self._in_use.marks
         for order, (bucket, ready) in enumerate(zip(self.buckets, self._in_use.ready, strict=True)):
             writers = bucket.parts.writers if self._is_packed_early(order) else None
-            eager = bucket.parts.feed.hooks() if self._begins is BEGINS else {}
+            eager = bucket.parts.feed.hooks() if self._uses_ready_lists else {}
             noting = (lambda hook: hook) if writers is None else writers.noting
-            usual = noting(self._usual_hook(order, ready) if self._begins is BEGINS else self._record)
+            usual = noting(self._usual_hook(order, ready) if self._uses_ready_lists else self._record)
             hooks |= dict.fromkeys(bucket.plan.params, usual)
-            if self._begins is not BEGINS:
+            if not self._uses_ready_lists:
                 continue
             for index, param in zip(bucket.plan.params, bucket.params, strict=True):
                 pack = eager.get(index) if marks[index] == 1 else None  # else more may be added to the gradient
@@ -287,25 +292,16 @@ class Reducer:
         feeds = {order: b.parts.feed for order, b in enumerate(self.buckets)}
         taking = {order: feed for order, feed in feeds.items() if isinstance(feed, Accumulating)}
         self.accumulation = Accumulation(taking, self._window)
-        self._choose_stages()
         self._hooks.install(self.hooks())
-
-    def _choose_stages(self) -> None:
-        """Choose what the end of a synchronised backward goes through, as long as these buckets are in use."""
-        is_first, changes = not self.rebuilt, self._change is not None
-        self._begins = BEGINS_CHANGED if changes else BEGINS_FIRST if is_first else BEGINS
-        self._stages = (
-            *([self._learn_of_change] if changes else []),
-            self._send_rest,
-            self._receive,
-            *([self._deliver_rest, self._rebuild] if is_first or changes else []),
-            self._complete,
-        )
 
     def _is_packed_early(self, order: int) -> bool:
         """Whether this bucket may be packed while backward goes on, so that the streams of its gradients count."""
-        sent_early = self._begins is BEGINS and order < len(self.buckets) - 1
+        sent_early = self._uses_ready_lists and order < len(self.buckets) - 1
         return sent_early or order in self.accumulation.feeds
+
+    @property
+    def _uses_ready_lists(self) -> bool:
+        return self.rebuilt and self._change is None
 
     def _hook(self, order: int, ready: ReadyList, pack: Callable[[], None] | None, *, is_sentinel: bool) -> ReadyHook:
         """Return a hook in Python for one parameter, which packs its gradient, or is the sentinel, or both."""
@@ -445,7 +441,9 @@ class Reducer:
         in_use = self._in_use
         self._completed_before, self.missed = self.completed, False
         sync = self._window.backward_begins(announced=announced)
-        self._move(self._begins if sync else BEGINS_LOCAL)
+        is_usual = self.rebuilt and self._change is None
+        event = BEGINS if is_usual else BEGINS_FIRST if self._change is None else BEGINS_CHANGED
+        self._move(event if sync else BEGINS_LOCAL)
         in_use.restore_memory()
         # What is ready already is of this backward, or of one before that nothing announced. All of it is averaged.
         # But a bucket must not be complete by entries of a backward before.
@@ -468,10 +466,10 @@ class Reducer:
             if not self._window.is_open:  # ranks whose windows differ in length find the same in their last backward
                 self._note_frozen(params)
             return
-        if self._begins is not BEGINS and in_use.report.unreadable:
+        if not is_usual and in_use.report.unreadable:
             raise DPFuseError(messages.captured_first(self._membership.rank))
         self._run.outcome.frozen = self._frozen
-        if self._asks_graph or self._begins is not BEGINS or len(self._order.turns.models) > 1:
+        if self._asks_graph or not is_usual or len(self._order.turns.models) > 1:
             self._look_at_graph(announced=announced)
 
     def close(self, reached_leaves: Callable[[], bool]) -> None:
@@ -490,7 +488,7 @@ class Reducer:
         if self.state is LOCAL:
             self._close_local()
             return
-        run, stages, window, noted = self._run, self._stages, self._window, False
+        run, stages, window, noted = self._run, self._stages[self.state], self._window, False
         while True:
             try:
                 if not run.stage:
@@ -517,7 +515,7 @@ class Reducer:
         run = self._run
         if isinstance(error, DPFuseError) or not isinstance(error, Exception):
             return False
-        if has_raised(error) or self._begins is BEGINS_CHANGED or run.outcome.torn:
+        if has_raised(error) or self._change is not None or run.outcome.torn:
             return False
         run.outcome.note(error)
         return True
@@ -587,7 +585,7 @@ class Reducer:
         self._in_use.report.hand_over()  # if an exception came before that, the next pack would write over it
         completed = run.delivered or self._complete_empty(self.agreed)
         self.accumulation.forget()  # also of a changed model, whose buckets were not sent
-        if completed and self._begins is not BEGINS:  # the peers are already in the vote on a change, or on the buckets
+        if completed and not self._uses_ready_lists:  # the peers are already in the vote on a change, or on the buckets
             decline = self._decline if self._change is None else self._change.decline
             completed = not decline(out_of_memory=run.outcome.out_of_memory)
         if run.reading is not None:
@@ -639,7 +637,11 @@ class Reducer:
         try:
             with self._unused.expected():
                 window.request(True)
-                self.open(announced=True)
+                try:
+                    self.open(announced=True)
+                except BaseException:
+                    self.abandon(opened=False)
+                    raise
                 self.close(lambda: True)
         finally:
             window.without_inputs = False

@@ -181,9 +181,9 @@ class Window:
         self._backwards = self._told = 0
         self.died = False
 
-    def tell_no_backwards(self) -> None:
-        """Compare no backwards of this window: ranks give weights, which say how much each of them has."""
-        self._told = 0
+    def compare_backwards(self, yes: bool) -> None:
+        """Compare the backwards of this window, or do not: weights say how much each rank has."""
+        self._told = self._backwards if yes and self._counts_backwards else 0
 
     def fields(self) -> list[Field]:
         """Return the fields that the report compares."""

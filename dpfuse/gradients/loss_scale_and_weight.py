@@ -150,7 +150,7 @@ class GradientFactors(Feature):
         weighs = self.weight.begins(buckets[0].averaging.pre_scale * buckets[0].averaging.post_scale)
         if weighs:
             self._refuse_weights()  # a hook may have come since
-            self._window.tell_no_backwards()
+        self._window.compare_backwards(not weighs)
         kind = (1 if self.weight.reduction == "mean" else 2) + 4 * self._window.died
         self._handling = unscales + weighs * 2 * kind
 

@@ -145,9 +145,11 @@ class BufferSchedule(Feature, Companion):
         """
         if not self.beside_gradients:
             return ""
+        first = not self._buffers.agreed
         refusal = self._buffers.settle(self._engine.source)
         self._buffers.mark()
-        self._fresh = self._begun = True
+        if first:  # all of them have just been sent
+            self._fresh = self._begun = True
         self._question.asks = self._buffers.unsettled
         self.unheard = ()
         self._engine.events.refresh()

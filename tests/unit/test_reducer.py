@@ -11,6 +11,7 @@ import gc
 import warnings
 from contextlib import nullcontext
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -631,3 +632,41 @@ def test_a_mean_before_the_first_step_is_lost_if_an_optimizer_has_the_parameters
     assert lost.steps == [2]
     optimizer.step()
     assert lost.steps == []
+
+
+def test_an_interrupted_change_of_buckets_is_one_in_the_next_backward():
+    """Whatever an interrupt has left of it, the next backward begins as the one that is due."""
+    bench = Bench()
+    with mock.patch.object(bench.reducer, "hooks", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        bench.backward()  # the buckets are agreed, and not all hooks are installed
+    bench.reducer.drain()
+    assert (bench.reducer.rebuilt, bench.agreed, len(bench.seen)) == (True, None, 1)
+    bench.open()
+    assert bench.reducer.state is State.REDUCING
+    bench.mark(*range(6))
+    bench.reducer.close(lambda: True)
+
+    def follow():
+        bench.reducer.follow(bench.planned(["new"], None), "a change", lambda: None, lambda **_: True)
+
+    with mock.patch.object(bench.reducer, "_freeze", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        follow()
+    bench.open()
+    assert bench.reducer.state is State.CHANGED
+    bench.reducer.abandon()
+    with mock.patch.object(bench.reducer, "_freeze", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        bench.reducer.unfollow()
+    bench.report.reading = Reading(any_failed=True)
+    bench.reducer.drain()
+    bench.report.reading = ALL_WELL
+    bench.open()
+    assert bench.reducer.state is State.REDUCING
+
+
+def test_a_shadow_backward_that_cannot_open_is_abandoned():
+    bench = Bench().settled()
+    with mock.patch.object(bench.reducer, "_in_use") as in_use, pytest.raises(KeyboardInterrupt):
+        in_use.restore_memory.side_effect = KeyboardInterrupt
+        bench.reducer.shadow_backward()
+    assert bench.reducer.state is State.ABANDONED
+    drained_by_all(bench)

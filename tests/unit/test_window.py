@@ -47,8 +47,10 @@ def test_what_is_not_compared_is_zero_on_every_rank():
     forward(window)
     window.backward_ends()
     assert counts(window) == (1, 0)
-    window.tell_no_backwards()
+    window.compare_backwards(False)
     assert counts(window) == (0, 0)
+    window.compare_backwards(True)
+    assert counts(window) == (1, 0)
 
 
 def test_a_forward_that_was_forgotten_is_not_counted_down_by_its_backward():
