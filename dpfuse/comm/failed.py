@@ -1,13 +1,13 @@
-"""Marks the errors that collectives raise. Knows no group and no tensor."""
+"""Marks errors: that collectives raise, and of which the peers have heard. Knows no group and no tensor."""
 
 from __future__ import annotations
 
 import builtins
 from typing import Any
 
-__all__ = ["has_raised", "mark"]
+__all__ = ["has_raised", "mark", "mark_told", "was_told"]
 
-FAILED = "_dpfuse_collective_failed"  # in the `__dict__` of an error
+FAILED, TOLD = "_dpfuse_collective_failed", "_dpfuse_peers_told"  # in the `__dict__` of an error
 GROUPS: Any = getattr(builtins, "BaseExceptionGroup", ())  # since Python 3.11
 
 
@@ -28,3 +28,13 @@ def has_raised(error: BaseException) -> bool:
         others = (one.__cause__, one.__context__, *(one.exceptions if isinstance(one, GROUPS) else ()))
         found += [other for other in others if other is not None and all(other is not known for known in found)]
     return False
+
+
+def mark_told(error: BaseException) -> None:
+    """Make `was_told` true for an error."""
+    object.__getattribute__(error, "__dict__")[TOLD] = True
+
+
+def was_told(error: BaseException) -> bool:
+    """Whether this rank has told its peers of an error, in the vote in which they waited for it."""
+    return TOLD in object.__getattribute__(error, "__dict__")

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from dpfuse.comm import collective
-from dpfuse.comm.failed import has_raised
+from dpfuse.comm.failed import has_raised, mark_told
 from dpfuse.comm.memory_errors import error_of
 from dpfuse.errors import DPFuseError
 
@@ -147,6 +147,7 @@ def agree_on_success(function: Callable[[], Result], group: dist.ProcessGroup, w
     except BaseException as error:
         report_failure(error, group, what)
         if not isinstance(error, Exception):
+            mark_told(error)
             raise
         out_of_memory = isinstance(error, torch.OutOfMemoryError)
         raise error_of(f"{what} failed on rank {group.rank()}: {error}", out_of_memory=out_of_memory) from error

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dpfuse.comm import votes
+from dpfuse.comm.failed import was_told
 from dpfuse.comm.memory_errors import error_of
 from dpfuse.comm.waiting import board_of
 from dpfuse.engine.assembly import Assembly
@@ -109,25 +110,19 @@ class BucketMaker:
         if self.agreed is None:
             board = board_of(group)
             tensors = votes.order_tensors(order, [*marks, hidden, board is None or not board.one_machine], group)
-            told: list[BaseException] = []
             try:
-                self.agreed = self._agreed_buckets(in_use, *tensors, group, told)
+                self.agreed = self._agreed_buckets(in_use, *tensors, group)
             except DPFuseError as error:
                 return error
             except BaseException as error:
-                if error in told:  # an interrupt
+                if was_told(error):  # an interrupt
                     return error
                 self._membership.leave(error)  # it is unknown in which vote the peers are
                 raise
         return None
 
-    def _agreed_buckets(
-        self, in_use: BucketSet, order: Tensor, marks: Tensor, group: dist.ProcessGroup, told: list[BaseException]
-    ) -> BucketSet:
-        """Return the buckets for the agreed ready order, with the agreed marks.
-
-        What keeps this rank from making them is put into `told`, for then the other ranks hear of it.
-        """
+    def _agreed_buckets(self, in_use: BucketSet, order: Tensor, marks: Tensor, group: dist.ProcessGroup) -> BucketSet:
+        """Return the buckets for the agreed ready order, with the agreed marks."""
 
         def build() -> BucketSet:
             *counts, hidden, several_machines = marks.tolist()  # the largest of all ranks
@@ -139,15 +134,8 @@ class BucketMaker:
             plan = plan if keeps else rebuild_plan(plan, votes.order_in(order), one_machine=one_machine)
             return self.remake(in_use, plan, counts)
 
-        def build_or_note() -> BucketSet:
-            try:
-                return build()
-            except BaseException as error:
-                told.append(error)
-                raise
-
         votes.agree_on_order(order, marks, group, self._membership.source)
-        return votes.agree_on_success(build_or_note, group, BUCKETS)
+        return votes.agree_on_success(build, group, BUCKETS)
 
     def decline(self, param_count: int, *, out_of_memory: bool) -> None:
         """Take part in that vote on a rank that cannot go on, so that the peers do not wait; they raise an error."""

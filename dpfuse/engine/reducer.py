@@ -47,7 +47,6 @@ from dpfuse.engine.backward import (
     IDLE,
     LOCAL,
     OPEN,
-    OWE,
     READY,
     RECORDING,
     REDUCING,
@@ -56,6 +55,7 @@ from dpfuse.engine.backward import (
     SEND,
     TRANSITIONS,
     WAS_OPEN,
+    Action,
     Event,
     State,
 )
@@ -181,9 +181,9 @@ class Reducer:
         self._completed_before = 0  # as the backward opened that runs, or was the last
         usual = self._send_rest, self._receive
         self._stages: dict[State, tuple[Callable[[], None], ...]] = {  # of the end of a synchronised backward
-            REDUCING: (*usual, self._complete),
-            RECORDING: (*usual, self._deliver_rest, self._rebuild, self._complete),
-            CHANGED: (self._learn_of_change, *usual, self._deliver_rest, self._rebuild, self._complete),
+            REDUCING: usual,
+            RECORDING: (*usual, self._deliver_rest, self._rebuild),
+            CHANGED: (self._learn_of_change, *usual, self._deliver_rest, self._rebuild),
         }
         self._in_use = in_use
         self._use(in_use)
@@ -502,6 +502,7 @@ class Reducer:
                 while run.stage < len(stages):
                     stages[run.stage]()
                     run.stage += 1
+                self._complete()
                 return
             except BaseException as error:
                 if self.state is not IDLE and not noted and self._goes_on_after(error):
@@ -541,7 +542,10 @@ class Reducer:
         else:  # the window may have begun again since it was missed
             event = DIED_UNOPENED if missed or self._window.is_to_synchronise else DIED_UNNOTED
         self._completed_before = self.completed  # it has averaged nothing
-        self._move(event)
+        if self._move(event) is DROP:
+            self.accumulation.die()  # last, since a filter may turn its warning into an error
+        elif not self._order.is_shared:
+            self._order.fail_alone()
 
     def raised(self, error: BaseException, *, opened: bool, reached: Reached) -> None:
         """Note what has ended a backward: if memory has run out, the peers raise an error of that class, too.
@@ -1048,14 +1052,14 @@ class Reducer:
     def _any_ready(self) -> bool:
         return bool(self._in_use.recorded) or any(map(_entries_of, self._in_use.ready))
 
-    def _move(self, event: Event) -> None:
-        """Do what the table says; nothing else assigns the state."""
+    def _move(self, event: Event) -> Action:
+        """Do what the table says, and return it; nothing else assigns the state."""
         action, after = TRANSITIONS[self.state, event]
         track, run, completed = self._track, self._run, self.completed
         if action is ENTER:
             track.board.place = track.wrapper, BACKWARD, completed, -1
             self.state = after
-            return
+            return action
         if action is FORGET or action is COUNT:
             self._window.begin()
             run, completed = _Run(), completed + (action is COUNT)
@@ -1066,7 +1070,4 @@ class Reducer:
         for ready in self._in_use.ready:
             ready.clear()
         self.state, self._run, self.completed = after, run, completed  # last, after what an exception may strike
-        if action is DROP:
-            self.accumulation.die()  # a filter may turn its warning into an error
-        elif action is OWE and not self._order.is_shared:
-            self._order.fail_alone()
+        return action

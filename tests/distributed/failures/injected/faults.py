@@ -39,7 +39,7 @@ FOLDERS = (
 LEFT_OUT = tuple(f"{ROOT}/comm/{name}.py" for name in ("collective", "waiting"))
 COLLECTIVE = f"{ROOT}/comm/collective.py"
 STARTING = {*collective.__all__}.difference({"group_device", "resolve_group"})
-WIRING = (f"{ROOT}/engine/reducer.py", f"{ROOT}/engine/sync.py")
+WIRING = tuple(f"{ROOT}/engine/{name}.py" for name in ("reducer", "bucket_maker", "membership", "sync"))
 # Lines that cannot fail: they look at names, bind one, take the next number of a count, loop over a list, empty one, or
 # only call a function of ours, whose own lines are points.
 HARMLESS = re.compile(

@@ -22,7 +22,7 @@ EXCHANGES = {f"{LIBRARY}/comm/{name}.py" for name in ("collective", "waiting", "
 VOTES = f"{LIBRARY}/comm/votes.py"
 BUCKET = f"{LIBRARY}/engine/bucket.py"
 # The functions that run the vote on the buckets: between its collectives, they do nothing that fails.
-VOTING = {(f"{LIBRARY}/engine/sync.py", name) for name in ("_rebuild", "_agree_on_buckets")}
+VOTING = {(f"{LIBRARY}/engine/bucket_maker.py", name) for name in ("agree", "_agreed_buckets")}
 
 
 class Line(NamedTuple):
