@@ -278,6 +278,11 @@ class GradBucket:
         self._sources, self._sent = [], self.parts.buffer.flat
         self.state = FREE
 
+    def forget_packed(self) -> None:
+        """Forget what was packed, after an exception that may have struck when the bucket was sent, before this was."""
+        for sent in self._feed_sent:
+            sent()
+
     def bind(self, params: Sequence[Tensor]) -> None:
         """Use these parameters until the next call. A kept bucket that is bound to none keeps none of them alive."""
         self.params = list(params)

@@ -506,7 +506,7 @@ class Reducer:
                 return
             except BaseException as error:
                 if self.state is not IDLE and not noted and self._goes_on_after(error):
-                    noted = True  # the same stage comes again; the peers hear of it
+                    noted = True  # the peers hear of it. The same stage comes again, and does not repeat what was done
                     continue
                 self._give_up(error)
                 raise
@@ -589,6 +589,7 @@ class Reducer:
         self._in_use.report.hand_over()  # if an exception came before that, the next pack would write over it
         completed = run.delivered or self._complete_empty(self.agreed)
         self.accumulation.forget()  # also of a changed model, whose buckets were not sent
+        self._forget_packed()
         if completed and not self._uses_ready_lists:  # the peers are already in the vote on a change, or on the buckets
             decline = self._decline if self._change is None else self._change.decline
             completed = not decline(out_of_memory=run.outcome.out_of_memory)
@@ -602,6 +603,11 @@ class Reducer:
         for failed in self._events.backward_failed:
             failed()
         log.info(messages.drained(self._membership.rank, completed=completed), extra={"rank": self._membership.rank})
+
+    def _forget_packed(self) -> None:
+        for buckets in dict.fromkeys([self._in_use, self.agreed]):
+            for bucket in buckets.buckets:
+                bucket.forget_packed()
 
     def _complete_empty(self, sent: BucketSet) -> bool:
         """Send what is left of these buckets, empty; return whether the peers go on with their means.
@@ -834,9 +840,10 @@ class Reducer:
 
     def _learn_of_change(self) -> None:
         """Learn which ranks have changed, and go on with the new buckets if all have changed in the same way."""
-        self._let_others_send()
         change, run = self._change, self._run
-        assert change is not None
+        if change is None:
+            return  # an exception has struck since
+        self._let_others_send()
         buckets = change.outdated.buckets
         run.outcome.changed = True
         run.outcome.frozen = frozenset()
@@ -880,6 +887,8 @@ class Reducer:
 
     def _receive(self) -> None:
         """Wait for all buckets, deliver those that do not depend on the report, and read the report."""
+        if self._run.reading is not None:
+            return  # an exception has struck since
         report, outcome, track = self._in_use.report, self._run.outcome, self._track
         buckets = self._in_use.buckets
         last = len(buckets) - 1
@@ -949,8 +958,8 @@ class Reducer:
         """
         run, report = self._run, self._in_use.report
         assert run.reading is not None
-        if run.outcome.error is not None:  # it may have struck between the start of a bucket and the end of its feed
-            self.accumulation.forget()
+        if run.outcome.error is not None:
+            self._forget_packed()
         if not run.reading.all_well:
             self._fail(run.reading)
         if run.delivered:
@@ -969,6 +978,8 @@ class Reducer:
 
     def _rebuild(self) -> None:
         """Agree with the other ranks on buckets for the ready order of the first synchronised backward."""
+        if self.rebuilt:
+            return  # an exception has struck since
         counts = self._in_use.recorded_marks()
         marks = [counts.get(index, 0) for index in range(len(self._in_use.params))]
         recorded = set(map(id, self._in_use.recorded))

@@ -120,6 +120,9 @@ class NotedBucket:
     def deliver(self, untouched=frozenset()):
         self._move(LANDED, FREE, ("deliver", self.order, *sorted(untouched)))
 
+    def forget_packed(self):
+        self.parts.feed.sent()
+
     def discard(self):
         if self.state is FLIGHT:
             self.wait()
