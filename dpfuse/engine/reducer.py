@@ -912,7 +912,7 @@ class Reducer:
                     bucket.arrive()
         if outcome.missing and report.unreadable:
             names = [self._in_use.names[index] for index in sorted(outcome.missing)]
-            outcome.note(DPFuseError(messages.unread(names)))
+            outcome.error, outcome.well = DPFuseError(messages.unread(names)), False  # other errors come of it
         # After the first backward the ranks agree on the buckets, and a rank that has failed would not take part.
         all_read = self._order.hears_at_once or not self.rebuilt
         wait = all_read or not outcome.well or bool(outcome.missing)

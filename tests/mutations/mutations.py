@@ -106,7 +106,7 @@ ENGINE = (
     ),
     Mutation(
         "a backward that died is reported as one without a failure",
-        "dpfuse/engine/report.py",
+        "dpfuse/engine/reading.py",
         "self.failed, self.well = True, False",
         "self.failed, self.well = False, True",
         (FAILURES + "test_interruptions.py", "tests/unit/test_reducer.py"),

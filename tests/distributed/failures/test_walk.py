@@ -244,6 +244,7 @@ WRONG = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_wrong_entry_is_found(ranks, wrong):
     with pytest.raises(RankError, match="AssertionError"):
