@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -26,10 +26,7 @@ class Outcome:
     out_of_memory: bool = False  # whether that was torch's error of memory
     changed: bool = False  # whether the model has changed since the buckets were made
     torn: bool = False  # whether a collective, or a user's hook in its place, has raised
-    well: bool = field(init=False)  # whether the gradients of this rank are right
-
-    def __post_init__(self) -> None:
-        self.well = not (self.failed or self.late or self.error is not None)
+    well: bool = True  # whether the gradients of this rank are right: no error, no end, no late gradient was noted
 
     def note(self, error: Exception) -> None:
         """Note an error of this rank; the first one stays."""

@@ -79,7 +79,8 @@ def differing_in(told):
 
 
 def outcome(**what):
-    return Outcome(**{name: frozenset(value) if name == "frozen" else value for name, value in what.items()})
+    well = not any(what.get(name) for name in ("failed", "late", "error"))
+    return Outcome(**{name: frozenset(value) if name == "frozen" else value for name, value in what.items()}, well=well)
 
 
 # --- A number of a feature ---
