@@ -281,7 +281,7 @@ class Report:
                 return before
             reading = late.early = self._reading_of(HostPairs(told.cpu()))
         if not reading.all_well and gather:
-            sums.reading = self._with_rows(reading, outcome)
+            sums.reading = self._with_rows(reading, outcome, sums)
             return sums.reading
         sums.reading = reading
         return reading
@@ -342,12 +342,15 @@ class Report:
             told=tuple(place.name for place, each in told.items() if any(one and other for one, other in each)),
         )
 
-    def _with_rows(self, reading: Reading, outcome: Outcome) -> Reading:
-        own = [not outcome.well, outcome.changed, self._values[-2], len(outcome.frozen)]
-        row = torch.tensor(
-            [*own, *self._numbers_of(self._values)], dtype=torch.int64, device=collective.group_device(self.group)
-        )
-        gathered = [each.tolist() for each in collective.all_gather(row, self.group)]
+    def _with_rows(self, reading: Reading, outcome: Outcome, sums: _Sums) -> Reading:
+        """Return the reading with what each rank has told. Ranks gather once, also where an exception strikes then."""
+        if sums.rows is None:
+            own = [not outcome.well, outcome.changed, self._values[-2], len(outcome.frozen)]
+            row = torch.tensor(
+                [*own, *self._numbers_of(self._values)], dtype=torch.int64, device=collective.group_device(self.group)
+            )
+            sums.rows = collective.all_gather(row, self.group)
+        gathered = [each.tolist() for each in sums.rows]
         rows = tuple(
             Row(bool(failed), bool(changed), bool(is_compared), frozen, tuple(numbers))
             for failed, changed, is_compared, frozen, *numbers in gathered
@@ -407,6 +410,7 @@ class _Sums:
 
     view: Tensor
     parts: _Parts
+    rows: Sequence[Tensor] | None = None  # what the ranks have told, once they were gathered
     reading: Reading | None = None
 
 
