@@ -34,8 +34,8 @@ class Event(_Member):
     AVERAGED = auto()  # it has ended, and everything is delivered
     REFUSED = auto()  # it has ended in an error that every rank raises
     DIED = auto()  # an exception has ended it
-    DIED_UNOPENED = auto()  # an exception has ended one that was to be synchronised, and that had told nothing
-    DIED_UNNOTED = auto()  # an exception has ended one that was not to be synchronised, and that had told nothing
+    DIED_UNOPENED = auto()  # an exception has ended one that was to be synchronised, before it was opened
+    DIED_UNNOTED = auto()  # an exception has ended a local one, before it was opened
     COMPLETED = auto()  # what the peers waited for is complete
     WAS_OPEN = auto()  # it was a backward that still runs, and nothing has announced it
 
@@ -98,7 +98,7 @@ TRANSITIONS: dict[tuple[State, Event], tuple[Action, State]] = {
 _ONE_AT_A_TIME = "a backward is open, or has failed and is completed before another one begins"
 _NONE_OPEN = "no backward is open, so none ends"
 _NOT_AVERAGED = "a backward that is not synchronised averages nothing, and no other rank takes part in it"
-_IS_NOTED = "a backward that is open, or has failed, has told of itself: it dies as one that is known"
+_IS_NOTED = "the reducer knows a backward that is open or has failed, so DIED is the event of its end"
 _NOTHING_OWED = "only of a backward that has failed is there something to complete"
 _LOOKED_AT_ALONE = "it is noticed once the backward before is complete, so that none is open"
 IMPOSSIBLE: dict[tuple[State, Event], str] = {

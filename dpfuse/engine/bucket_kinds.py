@@ -30,7 +30,7 @@ class Trait(Enum):
     DTENSOR = auto()  # this rank's parts of DTensors
     LARGE = auto()  # so large gradients that to copy them takes longer than to look at them
     OWN_DTYPE = auto()  # what travels has the dtype of the gradients
-    REPORT = auto()  # the report travels behind the gradients
+    REPORT = auto()  # the report travels after the gradients
     HOOK = auto()  # a communication hook reduces the gradients
     VIEWS = auto()  # `.grad` is to be a view of the buffer
     MICRO_BATCHES = auto()  # their fixed number is added up in one tree

@@ -17,7 +17,7 @@ Inputs = tuple[Sequence[Any], Mapping[str, Any]]  # the arguments of a forward
 
 
 class Watcher:
-    """Hears a training. An event whose method is not overridden costs nothing, nor does one that is unheard.
+    """Hears a training. An event costs nothing if its method is not overridden, or if it is unheard.
 
     Attributes:
         unheard: names of events of which it is not told now. `Events.refresh` is to be called where they change.

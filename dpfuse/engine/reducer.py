@@ -1077,7 +1077,7 @@ class Reducer:
         track.board.place = track.wrapper, BETWEEN, completed, -1
         if self._order.turns.opened or self._order.turns.first:
             self._order.close()
-        self._in_use.recorded.clear()
+        self._in_use.recorded.clear()  # as `BucketSet.clear`, in line since each backward comes here
         for ready in self._in_use.ready:
             ready.clear()
         self.state, self._run, self.completed = after, run, completed  # last, after what an exception may strike
