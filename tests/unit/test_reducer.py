@@ -638,7 +638,7 @@ def test_a_mean_before_the_first_step_is_lost_if_an_optimizer_has_the_parameters
 
 
 def test_an_interrupted_change_of_buckets_is_one_in_the_next_backward():
-    """After an interrupt inside of `adopt`, `follow` or `unfollow`, the next backward begins in the state that is due."""
+    """After an interrupt in `adopt`, `follow` or `unfollow`, the next backward begins in the state that is due."""
     bench = Bench()
     with mock.patch.object(bench.reducer, "hooks", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         bench.backward()  # the buckets are agreed, and not all hooks are installed
