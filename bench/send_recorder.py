@@ -8,7 +8,7 @@ from statistics import median
 import torch.distributed as dist
 from torch import Tensor
 
-from dpfuse.engine.moments import Moment, now, seconds_between
+from dpfuse.engine.time_marks import Moment, now, seconds_between
 from dpfuse.tune.recorder import BackwardRecorder
 
 __all__ = ["SendRecorder"]

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from dpfuse.comm import votes
-from dpfuse.engine.backward import IDLE
+from dpfuse.engine.backward_table import IDLE
 from dpfuse.engine.plan import BucketPlan
 from dpfuse.engine.sync import GradSync
 from dpfuse.model.plan_from_groups import plan_from_groups

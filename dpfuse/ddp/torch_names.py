@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dpfuse.comm.flat_broadcast import BROADCAST_BYTES
-from dpfuse.engine.backward import IDLE
+from dpfuse.engine.backward_table import IDLE
 from dpfuse.errors import DPFuseError
 from dpfuse.model.module_sync import ModuleSync
 from dpfuse.wrapper import SyncedModule

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-from dpfuse.engine.backward import State
+from dpfuse.engine.backward_table import State
 from dpfuse.engine.bucket import GradBucket
 from dpfuse.engine.comm_buffer import CommBuffer, Format, Zeros
 from dpfuse.engine.events import Events, Watcher

@@ -1,7 +1,7 @@
 """Bucket planning: parameter sizes in, buckets with offsets out. Knows no tensor and no process group.
 
 The assignment rule is that of Paddle's `DataParallel` (`eager_assign_group_by_size`) and of torch's
-`_compute_bucket_assignment_by_size`. After the first synchronised backward `ramp.py` may cut the order observed.
+`_compute_bucket_assignment_by_size`. After the first synchronised backward `bucket_sizes.py` may cut the order observed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from dpfuse.arguments import instance
 from dpfuse.engine.param_spec import ITEM_SIZE, ParamSpec, describe_parameters
-from dpfuse.engine.ramp import ON_CPU, ON_GPU, ON_SHARED_CORES, ramp_limits
+from dpfuse.engine.bucket_sizes import ON_CPU, ON_GPU, ON_SHARED_CORES, ramp_limits
 from dpfuse.errors import DPFuseError
 
 __all__ = [
@@ -58,7 +58,7 @@ class BucketRule:
     caps: tuple[float, ...] = ()  # bytes, in the order of communication; the last repeats; they replace the sizes
     delayed: tuple[str, ...] = ()  # names of parameters that get buckets of their own, sent later
     behind: str = ""  # the name of the parameter after whose bucket they are sent
-    # The number of ranks if `rebuild_plan` cuts by `ramp.py`, else 0. The first plan does not depend on it.
+    # The number of ranks if `rebuild_plan` cuts by `bucket_sizes.py`, else 0. The first plan does not depend on it.
     ramp_ranks: int = field(default=0, compare=False)
     # Whether the program has passed no cap, so that `rebuild_plan` lets it grow with the model where that is best.
     grows: bool = field(default=False, compare=False)

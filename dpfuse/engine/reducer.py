@@ -26,7 +26,7 @@ from dpfuse.engine.autograd import (
     running_backward,
     unreached,
 )
-from dpfuse.engine.backward import (
+from dpfuse.engine.backward_table import (
     ABANDONED,
     ACCUMULATE,
     AVERAGED,
@@ -140,7 +140,7 @@ class Reducer:
 
     Attributes:
         watch: tells it when backwards begin and end.
-        state: of the backward that is open, as the table of `dpfuse.engine.backward` says.
+        state: of the backward that is open, as the table of `dpfuse.engine.backward_table` says.
         require_sync: whether backwards are synchronised; no_sync() switches it off.
         rebuilt: whether the buckets are planned for the ready order of the first synchronised backward.
         completed: number of synchronised backwards.

@@ -11,7 +11,7 @@ from torch import Tensor
 from dpfuse.engine.comm_buffer import CommBuffer
 from dpfuse.engine.param_spec import grad_dtype_of
 from dpfuse_kernels import SpoilTable, spoil
-from dpfuse_kernels.seen import Seen
+from dpfuse_kernels.known_tensors import Seen
 
 __all__ = ["Spoiler", "spoiler_of"]
 

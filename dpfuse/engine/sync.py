@@ -13,7 +13,7 @@ from dpfuse.comm import votes
 from dpfuse.comm.waiting import Track, board_of
 from dpfuse.engine.assembly import Assembly
 from dpfuse.engine.autograd import BackwardListener, ReadyHooks
-from dpfuse.engine.backward import IDLE
+from dpfuse.engine.backward_table import IDLE
 from dpfuse.engine.bucket import GradBucket, Surroundings
 from dpfuse.engine.bucket_maker import BucketMaker
 from dpfuse.engine.bucket_set import BucketSet

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from dpfuse.engine.asked import AFTER, NOTHING, TRAIN
+from dpfuse.engine.sync_requests import AFTER, NOTHING, TRAIN
 from dpfuse.engine.report_layout import Field
 
 __all__ = ["NEVER", "Window"]

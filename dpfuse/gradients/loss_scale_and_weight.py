@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dpfuse.engine.backward import ABANDONED, IDLE
+from dpfuse.engine.backward_table import ABANDONED, IDLE
 from dpfuse.engine.bucket import GradBucket
 from dpfuse.engine.comm_buffer import CommBuffer
 from dpfuse.engine.feature import Engine, Feature

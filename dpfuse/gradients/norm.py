@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from dpfuse.engine.backward import ABANDONED, IDLE
+from dpfuse.engine.backward_table import ABANDONED, IDLE
 from dpfuse.engine.bucket import GradBucket
 from dpfuse.engine.reducer import Reducer
 from dpfuse.errors import DPFuseError

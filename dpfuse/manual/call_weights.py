@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dpfuse.engine.backward import IDLE
+from dpfuse.engine.backward_table import IDLE
 from dpfuse.engine.events import Watcher, hear_steps
 from dpfuse.engine.report import Compared
 from dpfuse.errors import WeightsWarning

@@ -12,7 +12,7 @@ from torch import Tensor
 from dpfuse.comm.completion import call_when_landed
 from dpfuse.comm.waiting import NO_LIMIT
 from dpfuse.engine.events import Watcher
-from dpfuse.engine.moments import Moment, now, seconds_between
+from dpfuse.engine.time_marks import Moment, now, seconds_between
 
 __all__ = ["CommunicationTimes"]
 

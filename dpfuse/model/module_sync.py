@@ -14,7 +14,7 @@ from torch import nn
 from dpfuse.comm import votes
 from dpfuse.comm.completion import let_threads_finish_at_exit
 from dpfuse.comm.waiting import FORWARD, LOSS, Board, board_of
-from dpfuse.engine.backward import ABANDONED, IDLE, RESTING
+from dpfuse.engine.backward_table import ABANDONED, IDLE, RESTING
 from dpfuse.engine.bucket_set import names_of
 from dpfuse.engine.events import Inputs, Watcher
 from dpfuse.engine.exchanges.comm_hook import CommHook
@@ -44,7 +44,7 @@ from dpfuse.model.agreement import send_tensors
 from dpfuse.model.buffer_schedule import BufferSchedule
 from dpfuse.model.buffers import BufferKind, BufferSync
 from dpfuse.model.check import describe_attributes, named_kinds, tensors_of
-from dpfuse.model.follow import ModuleFollower, params_of
+from dpfuse.model.module_follower import ModuleFollower, params_of
 from dpfuse.model.foreign_tensors import send_foreign
 from dpfuse.model.micro_loop import MicroLoop
 from dpfuse.model.open_window import OpenWindow

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from dpfuse.arguments import instance, integer
 from dpfuse.comm import collective, votes
 from dpfuse.comm.waiting import NO_LIMIT
-from dpfuse.engine.moments import now, seconds_between
+from dpfuse.engine.time_marks import now, seconds_between
 from dpfuse.errors import DPFuseError
 from dpfuse.tune.cost import CostTable
 

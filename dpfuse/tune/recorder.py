@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from dpfuse.comm import collective
 from dpfuse.engine.averaging import UNCHANGED, Wire
 from dpfuse.engine.feature import Engine, ReadyRecorder
-from dpfuse.engine.moments import Moment, now, seconds_between
+from dpfuse.engine.time_marks import Moment, now, seconds_between
 from dpfuse.engine.plan import BucketPlan
 from dpfuse.errors import DPFuseError
 from dpfuse.tune.timeline import Timeline

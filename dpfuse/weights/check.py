@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dpfuse.comm import collective
-from dpfuse.engine.backward import ABANDONED, IDLE, LOCAL
+from dpfuse.engine.backward_table import ABANDONED, IDLE, LOCAL
 from dpfuse.engine.comm_buffer import CommBuffer
 from dpfuse.engine.feature import Backwards, Engine, Feature
 from dpfuse.engine.plan import Bucket

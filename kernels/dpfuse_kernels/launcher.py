@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dpfuse_kernels.address_ring import AddressRing, Entry
-from dpfuse_kernels.bound import BoundKernel, bind
+from dpfuse_kernels.bound_kernel import BoundKernel, bind
 from dpfuse_kernels.launch_shape import LaunchShape, launch_shape
 from dpfuse_kernels.layout import Layout
 

@@ -12,7 +12,7 @@ from dpfuse_kernels.entries import Entries
 from dpfuse_kernels.host_plan import HostPlan
 from dpfuse_kernels.launcher import Launcher
 from dpfuse_kernels.layout import Layout, Slot
-from dpfuse_kernels.seen import Seen
+from dpfuse_kernels.known_tensors import Seen
 
 __all__ = ["PointerTable"]
 

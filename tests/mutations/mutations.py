@@ -64,7 +64,7 @@ ENGINE = (
     ),
     Mutation(
         "the last forward alone decides whether a backward synchronises",
-        "dpfuse/engine/asked.py",
+        "dpfuse/engine/sync_requests.py",
         "(SYNC, TRAIN, False): SYNC,",
         "(SYNC, TRAIN, False): LOCAL,",
         ("tests/unit/test_reducer.py", AVERAGING + "test_sync_rules.py"),

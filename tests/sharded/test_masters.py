@@ -10,7 +10,7 @@ from torch import nn, optim
 
 import dpfuse
 from dpfuse.sharded import elementwise_shard
-from dpfuse.sharded.one_pass import step_in_one_pass
+from dpfuse.sharded.adamw_one_pass import step_in_one_pass
 from tests.sharded.against_ddp import DDP, bits_differ
 from tests.sharded.test_sizes import MADE, Kept, nbytes_of
 

@@ -6,7 +6,7 @@ import ast
 from pathlib import Path
 
 import dpfuse.engine.reducer
-from dpfuse.engine.backward import IMPOSSIBLE, RESTING, TRANSITIONS, Action, Event, State
+from dpfuse.engine.backward_table import IMPOSSIBLE, RESTING, TRANSITIONS, Action, Event, State
 
 # `python -m tests.unit.test_backward_table` prints what the page has.
 PAGE = Path(__file__).parents[2] / "docs/design/architecture.md"

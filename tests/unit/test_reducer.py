@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from dpfuse.comm.waiting import Track
-from dpfuse.engine.backward import State
+from dpfuse.engine.backward_table import State
 from dpfuse.engine.bucket import FLIGHT, FREE, LANDED
 from dpfuse.engine.bucket_set import BucketSet
 from dpfuse.engine.events import Events, Watcher

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from dpfuse.engine.asked import AFTER, NOTHING, Asked
+from dpfuse.engine.sync_requests import AFTER, NOTHING, Asked
 from dpfuse.engine.sync_decision import NEVER, Window
 
 

@@ -13,7 +13,7 @@ import torch
 from torch.optim import SGD
 
 import dpfuse.weights.check
-from dpfuse.engine.backward import ABANDONED, IDLE, LOCAL, REDUCING
+from dpfuse.engine.backward_table import ABANDONED, IDLE, LOCAL, REDUCING
 from dpfuse.engine.events import Events, Watcher, hear_steps
 from dpfuse.engine.report import Compared
 from dpfuse.engine.report_layout import ReportLayout

@@ -20,7 +20,7 @@ from dpfuse.engine.protocols import Exchange, PackStep
 from dpfuse.engine.torch_private import Hooks, are_private, is_private, no_graph
 from dpfuse_kernels import PointerTable, flatten, unflatten
 from dpfuse_kernels import Slot as KernelSlot
-from dpfuse_kernels.seen import Seen
+from dpfuse_kernels.known_tensors import Seen
 
 __all__ = ["FEW", "LARGE", "InPlace", "places_in_place"]
 

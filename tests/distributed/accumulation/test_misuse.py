@@ -12,7 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel.distributed import _MixedPrecision
 
 import dpfuse
-from dpfuse.engine.backward import State
+from dpfuse.engine.backward_table import State
 from dpfuse.engine.feeds.accumulating import Accumulating
 from tests.distributed.accumulation.test_in_buckets import (
     DDP,

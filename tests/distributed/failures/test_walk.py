@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import dpfuse
-from dpfuse.engine.backward import TRANSITIONS, Action, Event, State
+from dpfuse.engine.backward_table import TRANSITIONS, Action, Event, State
 from tests.ranks import RankError
 
 SIZE = 3

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dpfuse_kernels import PointerTable, Slot, checks
 from dpfuse_kernels.flatten import flatten
-from dpfuse_kernels.seen import Seen
+from dpfuse_kernels.known_tensors import Seen
 from dpfuse_kernels.unflatten import unflatten
 
 SHAPES = [(4, 6), (5,), (), (1, 8)]

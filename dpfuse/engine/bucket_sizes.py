@@ -48,7 +48,7 @@ def ramp_limits(total: int, cap: float, last_cap: float, ranks: int, ramp: Ramp 
         `total` together.
 
     Example:
-        >>> from dpfuse.engine.ramp import ramp_limits
+        >>> from dpfuse.engine.bucket_sizes import ramp_limits
         >>> MB = 1 << 20
         >>> [limit / MB for limit in ramp_limits(60 * MB, 25 * MB, MB, ranks=2)]
         [1.0, 4.0, 8.0, 11.0, 12.0, 12.0, 8.0, 4.0]

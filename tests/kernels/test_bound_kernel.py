@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from dpfuse_kernels.bound import _without_scratch, bind
+from dpfuse_kernels.bound_kernel import _without_scratch, bind
 from tests.patience import patience
 from tests.warm import warm_python
 
@@ -192,7 +192,7 @@ def compiled(signature: tuple[str, ...] = ("i64", "*i64", "constexpr"), **attrib
     ],
 )
 def test_what_was_compiled_for_some_values_only_is_not_bound(odd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dpfuse_kernels.bound._launches_as_known", lambda kind: True)
-    monkeypatch.setattr("dpfuse_kernels.bound.BoundKernel", lambda *arguments: "bound")
+    monkeypatch.setattr("dpfuse_kernels.bound_kernel._launches_as_known", lambda kind: True)
+    monkeypatch.setattr("dpfuse_kernels.bound_kernel.BoundKernel", lambda *arguments: "bound")
     assert bind(compiled(), ("i64", "*i64"), (1,)) == "bound"
     assert bind(odd, ("i64", "*i64"), (1,)) is None
