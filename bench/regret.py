@@ -27,8 +27,8 @@ from bench.published_plans import capped_plan, ddp_plan, paddle_plan, ramp_plan
 from bench.record_timeline import MODELS, load
 from bench.simulation import simulate
 from dpfuse import ParamSpec
-from dpfuse.engine.plan import MB, BucketPlan, assign_buckets
 from dpfuse.engine.bucket_sizes import ON_GPU, Ramp, ramp_limits
+from dpfuse.engine.plan import MB, BucketPlan, assign_buckets
 from dpfuse.model.plan_from_groups import plan_from_groups
 from dpfuse.tune import CostTable, Timeline, optimal_plan
 

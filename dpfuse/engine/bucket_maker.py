@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -16,6 +16,7 @@ from dpfuse.comm.memory_errors import error_of
 from dpfuse.comm.waiting import board_of
 from dpfuse.engine.assembly import Assembly
 from dpfuse.engine.averaging import averaging_for
+from dpfuse.engine.bucket import GradBucket
 from dpfuse.engine.bucket_set import BucketSet
 from dpfuse.engine.events import overridden
 from dpfuse.engine.exchanges.comm_hook import CommHook
@@ -50,6 +51,9 @@ class BucketMaker:
         self._assembly = assembly
         self._membership = membership
         self._rank_count = membership.size
+        # Of the features, whenever buckets are made: each backward on a GPU asks for it.
+        self._divides = False
+        self._spoil: tuple[Callable[..., None], ...] = ()
 
     @property
     def settings(self) -> SyncSettings:
@@ -78,12 +82,16 @@ class BucketMaker:
     def make(self, plan: BucketPlan, params: Sequence[Tensor]) -> BucketSet:
         """Make the buckets of a model, which share no memory with those in use."""
         spoiler = spoiler_of(params, self._membership.size)
-        return BucketSet(plan, params, self._assembly.make(plan, params, rank_count=self._rank_count), spoiler=spoiler)
+        return BucketSet(plan, params, self._made(plan, params), spoiler=spoiler)
 
     def remake(self, in_use: BucketSet, plan: BucketPlan, marks: Sequence[int] = ()) -> BucketSet:
         """Make the buckets of `plan` for the parameters in use; equal ones keep their communication buffers."""
-        made = self._assembly.make(plan, in_use.params, before=in_use.buckets, rank_count=self._rank_count)
-        return in_use.remade(made, plan, marks)
+        return in_use.remade(self._made(plan, in_use.params, in_use.buckets), plan, marks)
+
+    def _made(self, plan: BucketPlan, params: Sequence[Tensor], before: Sequence[GradBucket] = ()) -> list[GradBucket]:
+        self._divides = any(feature.divides for feature in self.features)
+        self._spoil = overridden(Feature, "spoil", *self.features)
+        return self._assembly.make(plan, params, before=before, rank_count=self._rank_count)
 
     def average_over(self, rank_count: int, in_use: BucketSet) -> None:
         """Divide the sums of the next backwards by this number; a communication hook uses a number of its own."""
@@ -147,13 +155,12 @@ class BucketMaker:
 
     def spoil(self, in_use: BucketSet) -> None:
         """Let the device act on the report of these buckets. On CUDA the host reads it one backward later."""
-        features, spoiler, report = self.features, in_use.spoiler, in_use.report
+        spoiler, report = in_use.spoiler, in_use.report
         guard: Guard | None = spoiler
-        if spoiler is None or any(feature.divides for feature in features):
+        if spoiler is None or self._divides:
             guard = None  # a feature that divides the gradients has them
         elif all(map(_gave_views, in_use.buckets)):
-            guard = partial(spoiler.fill_buffers, [b.parts.buffer for b in in_use.buckets if b.params])
+            guard = partial(spoiler.fill_buffers, in_use.buffers)
         report.hand_over(guard)
-        if spoiler is not None:
-            for spoil in overridden(Feature, "spoil", *features):
-                spoil(report.wrong, [bucket.parts.delivery for bucket in in_use.buckets])
+        for spoil in self._spoil if spoiler is not None else ():
+            spoil(report.wrong, [bucket.parts.delivery for bucket in in_use.buckets])

@@ -29,6 +29,7 @@ class BucketSet:
         plan, params, buckets, marks, spoiler: as given.
         names: the names of the parameters, by registration index.
         report: what travels with the last bucket.
+        buffers: of all buckets that have gradients.
         ready: the ready list of each bucket.
         hidden: whether gradients become ready that the graph of their backward does not show, as in reentrant
             checkpoints.
@@ -49,6 +50,7 @@ class BucketSet:
         assert report is not None
         self.plan, self.params, self.buckets = plan, params, list(buckets)
         self.report = report
+        self.buffers = [bucket.parts.buffer for bucket in buckets if bucket.params]
         self.hidden = hidden
         self.spoiler = spoiler
         self.marks = marks = marks or [1] * len(params)

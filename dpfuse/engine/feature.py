@@ -14,6 +14,7 @@ from dpfuse.engine.comm_buffer import CommBuffer, Format, Zeros
 from dpfuse.engine.events import Events, Watcher
 from dpfuse.engine.exchanges.comm_hook import CommHook
 from dpfuse.engine.exchanges.ordered import Rounding
+from dpfuse.engine.feeds.accumulating import Accumulation
 from dpfuse.engine.plan import Bucket, BucketPlan
 from dpfuse.engine.protocols import Companion, Delivery, Exchange, PackStep
 from dpfuse.engine.ready import ReadyHook
@@ -29,6 +30,10 @@ class Backwards(Protocol):
     @property
     def state(self) -> State:
         """That of the backward that is open, if any."""
+
+    @property
+    def accumulation(self) -> Accumulation:
+        """What counts and accumulates backwards that are not synchronised."""
 
 
 class Engine(Protocol):

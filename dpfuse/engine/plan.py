@@ -1,7 +1,7 @@
 """Bucket planning: parameter sizes in, buckets with offsets out. Knows no tensor and no process group.
 
 The assignment rule is that of Paddle's `DataParallel` (`eager_assign_group_by_size`) and of torch's
-`_compute_bucket_assignment_by_size`. After the first synchronised backward `bucket_sizes.py` may cut the order observed.
+`_compute_bucket_assignment_by_size`. After the first synchronised backward `bucket_sizes.py` may cut that order.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dpfuse.arguments import instance
-from dpfuse.engine.param_spec import ITEM_SIZE, ParamSpec, describe_parameters
 from dpfuse.engine.bucket_sizes import ON_CPU, ON_GPU, ON_SHARED_CORES, ramp_limits
+from dpfuse.engine.param_spec import ITEM_SIZE, ParamSpec, describe_parameters
 from dpfuse.errors import DPFuseError
 
 __all__ = [

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from dpfuse.engine.sync_requests import AFTER, NOTHING, TRAIN
 from dpfuse.engine.report_layout import Field
+from dpfuse.engine.sync_requests import AFTER, NOTHING, TRAIN
 
 __all__ = ["NEVER", "Window"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -69,7 +69,6 @@ class MicroLoop(Feature):
 
     Args:
         window: of the model; it never synchronises but in the last backward of a loop.
-        forget: throws away what was added up.
 
     Attributes:
         steps: how many are done; the next loop has the seeds of this one.
@@ -89,7 +88,6 @@ class MicroLoop(Feature):
         seed: int,
         steps: int,
         threads: int,
-        forget: Callable[[], object],
     ) -> None:
         self.deal = deal
         self.steps = steps
@@ -98,7 +96,6 @@ class MicroLoop(Feature):
         self._rank = rank
         self._module = module
         self._window = window
-        self._forget = forget
         self._loop = _Loop(is_done=True)
         self._with_buffers = [
             (f"{name}." if name else "", layer)
@@ -231,7 +228,7 @@ class MicroLoop(Feature):
         self._loop.is_done = True
         self._window.require_sync = False
         self.deal.number = None
-        self._forget()
+        self._engine.reducer.accumulation.forget()
         self._window.begin_again()
         self._window.forget_requests()  # else the first backward of the next loop would synchronise
         self._window.forget_forwards()

@@ -44,9 +44,9 @@ from dpfuse.model.agreement import send_tensors
 from dpfuse.model.buffer_schedule import BufferSchedule
 from dpfuse.model.buffers import BufferKind, BufferSync
 from dpfuse.model.check import describe_attributes, named_kinds, tensors_of
-from dpfuse.model.module_follower import ModuleFollower, params_of
 from dpfuse.model.foreign_tensors import send_foreign
 from dpfuse.model.micro_loop import MicroLoop
+from dpfuse.model.module_follower import ModuleFollower, params_of
 from dpfuse.model.open_window import OpenWindow
 from dpfuse.model.options import SyncOptions
 from dpfuse.model.signature import ModelSignature
@@ -166,7 +166,6 @@ class ModuleSync:
                 seed=options.seed,
                 steps=options.steps,
                 threads=options.threads,
-                forget=lambda: self.grads.reducer.accumulation.forget(),
             )
             watchers.append(self.micro_loop)
         divided = [each.whole.device_mesh for each in params if type(each) is LocalPart]

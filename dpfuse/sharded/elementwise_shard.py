@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dpfuse.sharded.adamw_one_pass import step_in_one_pass, takes_one_pass
 from dpfuse.sharded.flat_params import FlatParams
 from dpfuse.sharded.groups import MASTER, ParamGroups, State, Updater
-from dpfuse.sharded.adamw_one_pass import step_in_one_pass, takes_one_pass
 
 __all__ = ["ElementwiseShard", "Span"]
 

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from dpfuse.comm import collective
 from dpfuse.engine.averaging import UNCHANGED, Wire
 from dpfuse.engine.feature import Engine, ReadyRecorder
-from dpfuse.engine.time_marks import Moment, now, seconds_between
 from dpfuse.engine.plan import BucketPlan
+from dpfuse.engine.time_marks import Moment, now, seconds_between
 from dpfuse.errors import DPFuseError
 from dpfuse.tune.timeline import Timeline
 

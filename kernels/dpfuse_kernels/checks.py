@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from dpfuse_kernels.entries import Entries
+from dpfuse_kernels.known_tensors import Seen
 from dpfuse_kernels.layout import Slot
 from dpfuse_kernels.pointer_table import PointerTable
-from dpfuse_kernels.known_tensors import Seen
 
 __all__ = ["check_all", "check_cheaply", "diagnose"]
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from dpfuse_kernels.backend import uses_triton
 from dpfuse_kernels.checks import check_all, check_cheaply, diagnose
+from dpfuse_kernels.launch_again import launch_again
 from dpfuse_kernels.options import check_options
 from dpfuse_kernels.pointer_table import PointerTable
-from dpfuse_kernels.launch_again import launch_again
 
 if TYPE_CHECKING:
     import triton.language as tl  # at run time `launcher.jit` imports it, before the first launch

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from dpfuse_kernels.entries import Entries
 from dpfuse_kernels.host_plan import HostPlan
+from dpfuse_kernels.known_tensors import Seen
 from dpfuse_kernels.launcher import Launcher
 from dpfuse_kernels.layout import Layout, Slot
-from dpfuse_kernels.known_tensors import Seen
 
 __all__ = ["PointerTable"]
 

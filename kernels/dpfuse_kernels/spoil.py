@@ -14,8 +14,8 @@ from torch import Tensor
 from dpfuse_kernels.address_ring import AddressRing
 from dpfuse_kernels.arguments import instance, whole
 from dpfuse_kernels.backend import chooses_triton
-from dpfuse_kernels.launcher import Dispatcher, Repeatable, triton_dtype
 from dpfuse_kernels.known_tensors import Seen
+from dpfuse_kernels.launcher import Dispatcher, Repeatable, triton_dtype
 
 if TYPE_CHECKING:
     import triton.language as tl  # at run time `launcher.jit` imports it, before the first launch

@@ -9,9 +9,9 @@ from itertools import pairwise, product
 import pytest
 
 from bench.size_list import SIZE_LISTS, load
+from dpfuse.engine.bucket_sizes import ON_CPU, ON_GPU, ON_SHARED_CORES, ramp_limits
 from dpfuse.engine.param_spec import ParamSpec
 from dpfuse.engine.plan import MB, BucketRule, plan_buckets, rebuild_plan
-from dpfuse.engine.bucket_sizes import ON_CPU, ON_GPU, ON_SHARED_CORES, ramp_limits
 
 KB = 1 << 10
 

@@ -6,8 +6,8 @@ from itertools import product
 
 import pytest
 
-from dpfuse.engine.sync_requests import AFTER, NOTHING, Asked
 from dpfuse.engine.sync_decision import NEVER, Window
+from dpfuse.engine.sync_requests import AFTER, NOTHING, Asked
 
 
 def counts(window):
