@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from dpfuse import DistributedDataParallel
+from dpfuse import DistributedDataParallel, DPFuseError
 from tests.distributed.averaging.test_against_ddp import (
     Checkpointed,
     Convolutional,
@@ -154,6 +154,34 @@ def test_require_forward_param_sync_holds_for_one_forward(rank, size):
     drift = models[0].module.drift
     assert rank or torch.equal(drift, models[1].module.drift)
     assert torch.equal(drift, of_rank_0(drift)) == (rank == 0), "with the broadcast switched off"
+
+
+@pytest.mark.parametrize("views", [False, True], ids=["private", "views"])
+def test_buffers_travel_from_the_forward_on_before_which_that_is_switched_on(rank, size, views):
+    models = both(built(Normed, rank), broadcast_buffers=False, gradient_as_bucket_view=views)
+    for step in range(6):
+        for model in models:
+            model.broadcast_buffers = step >= 3
+            model(batch(rank, step)).sum().backward()
+        assert_equal_models(*models, f"in step {step}", sent=step >= 3)
+        drift = models[0].module.drift
+        assert torch.equal(drift, of_rank_0(drift)) == (rank == 0 or step >= 3), f"in step {step}"
+
+
+def test_buffers_are_not_switched_on_in_a_backward_or_beside_what_excludes_them(rank, size):
+    def switch_on(gradient):
+        model.forward_sync_buffers = True
+        model(batch(rank, 0))
+
+    model = DistributedDataParallel(built(Normed, rank), forward_sync_buffers=False)
+    output = model(batch(rank, 0))
+    output.register_hook(switch_on)
+    with pytest.raises(DPFuseError, match=f"rank {rank}: forward_sync_buffers was set to True while a backward is"):
+        output.sum().backward()
+    model = DistributedDataParallel(nn.Linear(6, 2), forward_sync_buffers=False, fixed_micro_batches=2)
+    model.forward_sync_buffers = True
+    with pytest.raises(DPFuseError, match="buffers were to be sent from now on with fixed_micro_batches=2, expected"):
+        model(batch(rank, 0))
 
 
 PATTERNS = ["ss", "sns", "nns", "nsns", "snnss"]  # s: outside of no_sync(), n: inside
