@@ -131,6 +131,7 @@ class GradBucket:
         self._delivery_landed = overridden(Delivery, "landed", delivery)
         self._exchange_landed = overridden(Exchange, "landed", exchange)
         self._delivered = (*overridden(Exchange, "deliver", exchange), *overridden(PackStep, "delivered", *steps))
+        self._can_ride = self.carries and not self._delivered
         self._discard = overridden(Exchange, "discard", exchange)
         self._again = None if self._take or self._before else parts.feed.again
         self._work: dist.Work | None = None
@@ -353,7 +354,7 @@ class GradBucket:
                     write(self.plan, buffer, parts.report)
                 for hand_out in self._hand_out:
                     hand_out(_NOTHING)
-                self.rides = self.carries and parts.delivery.is_done and not self._around.events.bucket_landed
+                self.rides = self._can_ride and parts.delivery.is_done and not self._around.events.bucket_landed
                 return
         without = [*self.missing, *self._frozen.intersection(buffer.indices)] if self._frozen else self.missing
         arguments = PackArguments(buffer.table, without, buffer.averaging.pre_scale)
