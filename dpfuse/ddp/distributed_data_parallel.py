@@ -225,7 +225,7 @@ class DistributedDataParallel(TorchHooks, Joinable):
         if not self._optimizers_found or (APPLY in sys.modules and self._optimizers.waiting()):
             self._find_optimizers()
         if self.forward_sync_buffers and not sync.sends_buffers:
-            sync.send_buffers()
+            sync.start_sending_buffers()
         if hook is not None:
             self._buffer_futures.wait()  # those of a forward without a backward, or with one inside no_sync()
             sync.buffers.before_forward = self._sends_buffers and hook.before_forward

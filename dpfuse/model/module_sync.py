@@ -316,7 +316,7 @@ class ModuleSync:
         """Whether a forward that begins now sends buffers first."""
         return self.buffers.due(counts=self._module.training)
 
-    def send_buffers(self) -> None:
+    def start_sending_buffers(self) -> None:
         """Send buffers from now on, of a module that was wrapped without that; on all ranks before the same forward.
 
         Raises:
