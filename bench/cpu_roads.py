@@ -1,9 +1,14 @@
-"""`python -m bench.cpu_roads FILE`: what each way of a gradient that only CPUs have is worth, on two ranks over gloo.
+"""`python -m bench.cpu_roads FILE`: what each special treatment of gradients on a CPU is worth, on two ranks over gloo.
 
-Each is switched off alone, and the wrapper without it is timed in turns with the usual one, beside torch's DDP. A step
-is forward, backward and dropping the gradients, in wall time. The most memory of a process is that of a fresh pair of
-processes with one wrapper. Memory that glibc keeps belongs to the whole process, so for it times come from fresh
-processes, too, one after the other.
+Eager packs a large gradient as soon as it is ready. Renewed memory lets private gradients lie in the buffer; without it
+they are copied or travel in place, none is eager, and none is handed out early. Early views are handed out when a
+bucket is sent; eager ones earlier. Freed memory of the host is kept. Where one has no effect, as renewed memory for views, and
+eager packing for tiny gradients, the figures show the noise.
+
+A wrapper without one of them is timed in turns with the usual one, beside torch's DDP. A step is forward, backward and
+dropping the gradients, in wall time. The most memory is that of a fresh pair of processes with one wrapper, after its
+first steps, over what the process had before it wrapped. Memory that glibc keeps belongs to the whole process, so for
+it times come from fresh processes, too, one after the other.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ import os
 import sys
 from collections.abc import Callable
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from statistics import median
 from time import perf_counter, strftime
@@ -21,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import dpfuse
 from bench.baselines import BARE
@@ -36,12 +42,13 @@ from dpfuse.engine.delivery import RenewedViews, Views
 MODELS: dict[str, Callable[[], Workload]] = {"10 tiny": partial(chain, 10), **PAIR_MODELS}
 FACES: dict[str, Callable[[nn.Module], Any]] = {
     "dp": dpfuse.DataParallel,
-    "ddp": dpfuse.DistributedDataParallel,
+    "ddp": partial(dpfuse.DistributedDataParallel, forward_sync_buffers=False),
 }
 ROADS = ("eager", "renewed memory", "early views")
 FREED = "freed memory"  # of the host
 WITHOUT = {"eager": {Trait.SINGLY}, "renewed memory": {Trait.COUNTED, Trait.RENEWED}}
-STEPS, TURNS = 30, 3
+STEPS, SETTLED, TURNS = 30, 10, 3
+BUFFERS = next(name for name in ("forward_sync_buffers", "broadcast_buffers") if name in signature(TorchDDP).parameters)
 
 _off: dict[int, str] = {}  # by id of the list of features of a wrapper
 
@@ -95,8 +102,8 @@ def times(model: str, face: str) -> Any:
     wraps: dict[str, Any] = {BARE: lambda module: module, "usual": partial(without, "", face)}
     wraps |= {road: partial(without, road, face) for road in ROADS}
     wraps["usual again"] = partial(without, "", face)
-    wraps["DDP"] = DistributedDataParallel
-    wraps["DDP views"] = partial(DistributedDataParallel, gradient_as_bucket_view=True)
+    wraps["DDP"] = partial(TorchDDP, **{BUFFERS: False})
+    wraps["DDP views"] = partial(TorchDDP, gradient_as_bucket_view=True, **{BUFFERS: False})
     found = time_steps(MODELS[model], wraps, effort=Effort(30, 3, 40))
     return {name: {"median": median(one["seconds"]), "extra": one["extra"]} for name, one in found.items()}
 
@@ -108,26 +115,33 @@ def alone(model: str, face: str, road: str) -> Any:
         sync.keep_freed_memory = lambda: None  # type: ignore[assignment]
     torch.manual_seed(dist.get_rank())
     workload = MODELS[model]()
+    _forget_most()
     before = _most()
-    Path("/proc/self/clear_refs").write_text("5")
     wrapped = without("" if road == FREED else road, face, workload.module) if face in FACES else _ddp(face, workload)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=1e-6)
     seconds = []
-    for _ in range(STEPS):
+    for step in range(STEPS):
+        if step == SETTLED:
+            _forget_most()
         dist.barrier()
         began = perf_counter()
         workload.loss(wrapped).backward()
         optimizer.zero_grad()
         seconds.append(perf_counter() - began)
-    return {"MB": (_most() - before) / 1e6, "seconds": median(seconds[STEPS // 3 :])}
+    return {"MB": (_most() - before) / 1e6, "seconds": median(seconds[SETTLED:])}
 
 
 def _ddp(face: str, workload: Workload) -> nn.Module:
-    return DistributedDataParallel(workload.module, gradient_as_bucket_view=face == "DDP views")
+    return TorchDDP(workload.module, gradient_as_bucket_view=face == "DDP views", **{BUFFERS: False})
+
+
+def _forget_most() -> None:
+    """Let `_most` begin again with what the process has now."""
+    Path("/proc/self/clear_refs").write_text("5")
 
 
 def _most() -> int:
-    """Return the most bytes that this process has had in memory since it began or `clear_refs` was written."""
+    """Return the most bytes that this process has had in memory since it began, or since `_forget_most`."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
 

@@ -224,13 +224,17 @@ class DistributedDataParallel(TorchHooks, Joinable):
         assert sync is not None
         if not self._optimizers_found or (APPLY in sys.modules and self._optimizers.waiting()):
             self._find_optimizers()
-        if self.forward_sync_buffers and not sync.sends_buffers:
-            sync.start_sending_buffers()
         if hook is not None:
             self._buffer_futures.wait()  # those of a forward without a backward, or with one inside no_sync()
             sync.buffers.before_forward = self._sends_buffers and hook.before_forward
             sync.buffers.beside_gradients = False
         else:
+            if self.forward_sync_buffers and not sync.options.broadcast_buffers and sync.buffers.agreed:
+                raise DPFuseError(
+                    f"rank {self._distributed_rank}: forward_sync_buffers was set to True, but the module was wrapped "
+                    "with False, so that its backwards have no room for buffers; expected True when it is wrapped. "
+                    "Wrap it with forward_sync_buffers=True, and set that to False for the steps that are to send none."
+                )
             # After a forward inside no_sync(), `buffers` itself knows whether a backward has ended the window.
             first = self.require_forward_param_sync or sync.buffers.local
             sync.buffers.before_forward = self.forward_sync_buffers and first

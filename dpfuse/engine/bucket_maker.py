@@ -51,7 +51,7 @@ class BucketMaker:
         self._assembly = assembly
         self._membership = membership
         self._rank_count = membership.size
-        # Of the features, whenever buckets are made: each backward on a GPU asks for it.
+        # `_made` asks the features once: each backward on a GPU needs the answers.
         self._divides = False
         self._spoil: tuple[Callable[..., None], ...] = ()
 

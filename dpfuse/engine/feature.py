@@ -37,7 +37,7 @@ class Backwards(Protocol):
 
 
 class Engine(Protocol):
-    """What a feature may look at. It changes nothing of it, but registers its places in the report."""
+    """What a feature may look at. It registers its places in the report, and may throw away what was accumulated."""
 
     @property
     def group(self) -> dist.ProcessGroup:

@@ -100,7 +100,6 @@ class ModuleSync:
         factors: what multiplies gradients while they are packed.
         error_feedback: what a narrow wire rounds away, if that is kept.
         buffers: when they are sent.
-        sends_buffers: whether they ever are.
         weights: compares the weights of the ranks, if that was asked for.
         loop: looks at the training loop, if that was asked for.
         journal: writes down what the training does, if that was asked for.
@@ -131,8 +130,7 @@ class ModuleSync:
         self._divided: tuple[Sequence[Any], str] = (), ""  # a name, and for which planned parameters it was looked for
         self._sent = buffers = BufferSync(module, options.ignored, group, agreed_buffers)
         self.buffers = BufferSchedule(buffers, active=options.broadcast_buffers)
-        self.sends_buffers = options.broadcast_buffers
-        if self.sends_buffers:
+        if options.broadcast_buffers:
             buffers.keep_values()
         signature = ModelSignature(module, options.ignored)
         self._reader = GradientReader(module, signature, group.rank())
@@ -147,7 +145,7 @@ class ModuleSync:
         self.error_feedback = (
             ErrorFeedback(group.rank(), group.size(), options.wire) if options.common["error_feedback"] else None
         )
-        watchers: list[Watcher] = [self.buffers] if self.sends_buffers else []
+        watchers: list[Watcher] = [self.buffers] if options.broadcast_buffers else []
         watchers += [] if self.error_feedback is None else [self.error_feedback]
         self.metrics: Metrics | None = None
         if options.common["metrics"]:
@@ -315,19 +313,6 @@ class ModuleSync:
     def buffers_due(self) -> bool:
         """Whether a forward that begins now sends buffers first."""
         return self.buffers.due(counts=self._module.training)
-
-    def start_sending_buffers(self) -> None:
-        """Send buffers from now on, of a module that was wrapped without that; on all ranks before the same forward.
-
-        Raises:
-            DPFuseError: a backward is running, or an option excludes it.
-        """
-        begin = f"rank {self.grads.group.rank()}: buffers were to be sent from now on"
-        refuse("broadcast_buffers", f"{begin} with", self.in_use)
-        self._refuse_running("forward_sync_buffers was set to True", " Set it between two steps.")
-        self._sent.keep_values()
-        self.grads.add_feature(self.buffers)
-        self.sends_buffers = True
 
     def send_model(self, *, buffers: bool) -> None:
         """Overwrite parameters, and buffers if asked to, with those of the rank `grads.source`."""

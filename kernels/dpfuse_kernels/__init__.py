@@ -1,9 +1,9 @@
 """Kernels that pack tensors into flat buffers, unpack, measure and scale them. They need torch, and triton to launch.
 
 Read `layout` first, which says which tensor lies where in a buffer. `pointer_table` adds what runs over it: `launcher`
-runs kernels on a GPU (with `address_ring` and `bound`), `host_plan` runs torch's operations on the CPU. Then read
-`flatten`, a whole example of a kernel with its reference, and `unflatten`. `backend` says which of the two runs, and
-`checks` looks at the tensors that they get.
+runs kernels on a GPU (with `address_ring` and `bound_kernel`), `host_plan` runs torch's operations on the CPU. Then
+read `flatten`, a whole example of a kernel with its reference, and `unflatten`. `backend` says which of the two runs,
+and `checks` looks at the tensors that they get.
 The other kernels are `squared_norm`, `multiply`, `spoil`, `bit_hash`, `sum_parts`, `adamw`, and for eight-bit blocks
 `quantize`, `dequantize` and `sum_quantized`, which use the files `mx*`.
 """
