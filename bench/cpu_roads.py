@@ -2,8 +2,8 @@
 
 Eager packs a large gradient as soon as it is ready. Renewed memory lets private gradients lie in the buffer; without it
 they are copied or travel in place, none is eager, and none is handed out early. Early views are handed out when a
-bucket is sent; eager ones earlier. Freed memory of the host is kept. Where one has no effect, as renewed memory for views, and
-eager packing for tiny gradients, the figures show the noise.
+bucket is sent; eager ones earlier. Freed memory of the host is kept. Where one has no effect, the figures show the
+noise: renewed memory for views, and eager packing for tiny gradients.
 
 A wrapper without one of them is timed in turns with the usual one, beside torch's DDP. A step is forward, backward and
 dropping the gradients, in wall time. The most memory is that of a fresh pair of processes with one wrapper, after its
