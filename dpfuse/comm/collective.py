@@ -121,10 +121,10 @@ def all_reduce(flat: Tensor, group: dist.ProcessGroup) -> dist.Work:
     """
     try:  # as `_called`, which would cost another call of Python for each bucket
         work = group.allreduce([flat], _SUM)
+        return work if type(group) is dist.ProcessGroup else _PythonWork(work, flat)
     except BaseException as error:
         mark(error)
         raise
-    return work if type(group) is dist.ProcessGroup else _PythonWork(work, flat)
 
 
 def direct_all_reduce(device: torch.device, group: dist.ProcessGroup) -> Callable[[Tensor], dist.Work] | None:
@@ -334,8 +334,12 @@ class _Together(dist.Work):
 
 def together(works: Iterable[dist.Work]) -> dist.Work:
     """Return one work for several, which an iterator may start: where it raises, some of them may have begun."""
-    started: list[dist.Work] = _called(list, works)
-    return started[0] if len(started) == 1 else _Together(started)
+    try:
+        started = list(works)
+        return started[0] if len(started) == 1 else _Together(started)
+    except BaseException as error:
+        mark(error)
+        raise
 
 
 def all_reduce_max(values: Tensor, group: dist.ProcessGroup) -> None:
