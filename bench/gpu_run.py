@@ -73,7 +73,7 @@ PLAN: Plan = (
     [
         *_shards("kernels_gpu", 150, parts=4),
         *_shards("narrow_kernels_gpu", 150, parts=2),
-        *(_tests(name, 100) for name in ("health_gpu", "bound_gpu", "sharded_gpu", "bit_hash_gpu")),
+        *(_tests(name, 100) for name in ("health_gpu", "bound_kernel_gpu", "sharded_gpu", "bit_hash_gpu")),
     ],
     *([_suite(name)] for name in ("kernels", "flatten", "step", "overlap")),
     [_tests("two_ranks_one_gpu", 70)],
