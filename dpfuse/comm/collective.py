@@ -334,7 +334,7 @@ class _Together(dist.Work):
 
 def together(works: Iterable[dist.Work]) -> dist.Work:
     """Return one work for several, which an iterator may start: where it raises, some of them may have begun."""
-    try:
+    try:  # as `_called`, but also around what makes one work of several: they have begun
         started = list(works)
         return started[0] if len(started) == 1 else _Together(started)
     except BaseException as error:

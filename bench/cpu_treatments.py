@@ -1,8 +1,8 @@
-"""`python -m bench.cpu_roads FILE`: what each special treatment of gradients on a CPU is worth, on two ranks over gloo.
+"""`python -m bench.cpu_treatments FILE`: what each special treatment of gradients on a CPU is worth, on two ranks over gloo.
 
 Eager packs a large gradient as soon as it is ready. Renewed memory lets private gradients lie in the buffer; without it
 they are copied or travel in place, none is eager, and none is handed out early. Early views are handed out when a
-bucket is sent; eager ones earlier. Freed memory of the host is kept. Where one has no effect, the figures show the
+bucket is sent; eager ones earlier. Glibc keeps freed memory. Where a treatment has no effect, the figures show the
 noise: renewed memory for views, and eager packing for tiny gradients.
 
 A wrapper without one of them is timed in turns with the usual one, beside torch's DDP. A step is forward, backward and
@@ -14,7 +14,6 @@ it times come from fresh processes, too, one after the other.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -44,7 +43,7 @@ FACES: dict[str, Callable[[nn.Module], Any]] = {
     "dp": dpfuse.DataParallel,
     "ddp": partial(dpfuse.DistributedDataParallel, forward_sync_buffers=False),
 }
-ROADS = ("eager", "renewed memory", "early views")
+TREATMENTS = ("eager", "renewed memory", "early views")
 FREED = "freed memory"  # of the host
 WITHOUT = {"eager": {Trait.SINGLY}, "renewed memory": {Trait.COUNTED, Trait.RENEWED}}
 STEPS, SETTLED, TURNS = 30, 10, 3
@@ -69,7 +68,7 @@ class _LateRenewedViews(RenewedViews):
 
 
 def switch() -> None:
-    """Let buckets be made without a road for the wrappers that `without` has made."""
+    """Replace methods of the assembly: it then leaves out a treatment for the wrappers that `without` makes."""
     one_bucket: Any = assembly._OneBucket
     traits_of, delivery_of = one_bucket._traits, one_bucket._delivery
 
@@ -86,21 +85,21 @@ def switch() -> None:
     one_bucket._traits, one_bucket._delivery = traits, delivery
 
 
-def without(road: str, face: str, module: nn.Module) -> nn.Module:
-    """Wrap a module, and make its buckets without this road; an empty one leaves out none."""
+def without(treatment: str, face: str, module: nn.Module) -> nn.Module:
+    """Wrap a module, and make its buckets without this treatment; an empty name leaves out none."""
     wrapped: nn.Module = FACES[face](module)
     grads: Any = wrapped._sync.grads  # type: ignore[union-attr]
-    if road:
-        _off[id(grads._maker.features)] = road
+    if treatment:
+        _off[id(grads._maker.features)] = treatment
         grads.remake()
     return wrapped
 
 
 def times(model: str, face: str) -> Any:
-    """Time all roads of a face, in turns; to be called on each rank."""
+    """Time a face without each treatment, in turns with the usual one; to be called on each rank."""
     switch()
     wraps: dict[str, Any] = {BARE: lambda module: module, "usual": partial(without, "", face)}
-    wraps |= {road: partial(without, road, face) for road in ROADS}
+    wraps |= {treatment: partial(without, treatment, face) for treatment in TREATMENTS}
     wraps["usual again"] = partial(without, "", face)
     wraps["DDP"] = partial(TorchDDP, **{BUFFERS: False})
     wraps["DDP views"] = partial(TorchDDP, gradient_as_bucket_view=True, **{BUFFERS: False})
@@ -108,16 +107,20 @@ def times(model: str, face: str) -> Any:
     return {name: {"median": median(one["seconds"]), "extra": one["extra"]} for name, one in found.items()}
 
 
-def alone(model: str, face: str, road: str) -> Any:
+def alone(model: str, face: str, treatment: str) -> Any:
     """Train one wrapper in fresh processes: the most memory beyond that before wrapping, and the median of a step."""
     switch()
-    if road == FREED:
+    if treatment == FREED:
         sync.keep_freed_memory = lambda: None  # type: ignore[assignment]
     torch.manual_seed(dist.get_rank())
     workload = MODELS[model]()
     _forget_most()
     before = _most()
-    wrapped = without("" if road == FREED else road, face, workload.module) if face in FACES else _ddp(face, workload)
+    wrapped = (
+        without("" if treatment == FREED else treatment, face, workload.module)
+        if face in FACES
+        else _ddp(face, workload)
+    )
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=1e-6)
     seconds = []
     for step in range(STEPS):
@@ -155,19 +158,19 @@ def main(file: str) -> None:
             print(model, face, json.dumps(found[f"{model}, {face}, times"]), flush=True)
     for model in ("100 MB large", "transformer"):
         for face in (*FACES, "DDP", "DDP views"):
-            roads = ("", *ROADS, FREED) if face in FACES else ("",)
-            turns: dict[str, list[Any]] = {road or "usual": [] for road in roads}
+            treatments = ("", *TREATMENTS, FREED) if face in FACES else ("",)
+            turns: dict[str, list[Any]] = {treatment or "usual": [] for treatment in treatments}
             for _ in range(TURNS):
-                for road in roads:
-                    turns[road or "usual"].append(on_ranks(2, "cpu", alone, model, face, road))
+                for treatment in treatments:
+                    turns[treatment or "usual"].append(on_ranks(2, "cpu", alone, model, face, treatment))
             medians = {
-                road: {part: median(one[part] for one in each) for part in ("MB", "seconds")}
-                for road, each in turns.items()
+                treatment: {part: median(one[part] for one in each) for part in ("MB", "seconds")}
+                for treatment, each in turns.items()
             }
             found[f"{model}, {face}, alone"] = medians
             print(model, face, json.dumps(medians), flush=True)
-    facts = {"date": strftime("%Y-%m-%d"), "machine": describe(gpu=False), "cores": os.cpu_count()}
-    command = "python -m bench.cpu_roads FILE"
+    facts = {"date": strftime("%Y-%m-%d"), "machine": describe(gpu=False)}
+    command = "python -m bench.cpu_treatments FILE"
     record = {"what": str(__doc__).splitlines()[0], "command": command, **facts, "found": found}
     Path(file).write_text(json.dumps(record, indent=1) + "\n")
 
