@@ -1,4 +1,4 @@
-"""`python -m bench.cpu_treatments FILE`: what each special treatment of gradients on a CPU is worth, on two ranks over gloo.
+"""`python -m bench.cpu_treatments FILE`: what each special treatment of gradients on a CPU is worth, on two gloo ranks.
 
 Eager packs a large gradient as soon as it is ready. Renewed memory lets private gradients lie in the buffer; without it
 they are copied or travel in place, none is eager, and none is handed out early. Early views are handed out when a
