@@ -103,6 +103,7 @@ def test_the_group_ends_with_a_failure_inside_a_collective(surveys):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_one_failure_is_one_error_at_each_line(surveys, policy):
