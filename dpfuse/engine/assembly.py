@@ -203,21 +203,21 @@ class _OneBucket:
         self.label = f"bucket {self.order} ({self.plan.nbytes / MB:.3g} MB)"
         self.device = torch.device(self.plan.device)
         self.writers = writers_on(self.device)
+        packs = self.report is not None or not all(feature.eager for feature in self.assembly.features)
+        self.large = places_in_place(self.plan, self.averaging, self.assembly.group, packs=packs)
         self.traits = self._traits()
 
     def made(self) -> GradBucket:
         """Return the bucket."""
-        group, features = self.assembly.group, self.assembly.features
-        kind, places = part_for(EXCHANGES, self.traits), list[int]()
-        if kind is InPlace:
-            packs = self.report is not None or not all(feature.eager for feature in features)
-            places = places_in_place(self.plan, self.averaging, group, packs=packs)
-        buffer = self._buffer(places)
+        kind = part_for(EXCHANGES, self.traits)
+        places = self.large if kind is InPlace else []
+        inside = InPlace.others(self.plan, self.params, self.names, places)
+        buffer = self._buffer(*inside)
         subtrees = self._subtrees(buffer) if Trait.MICRO_BATCHES in self.traits and not self.plan.sparse else None
         exchange = self._exchange(kind, buffer, places, subtrees)
         hooks = Hooks(buffer.params)
         memory = RenewedMemory(buffer) if Trait.RENEWED in self.traits else None
-        feed = self._feed(buffer, hooks, memory, subtrees)
+        feed = self._feed(inside[0], buffer, hooks, memory, subtrees)
         delivery = self._delivery(buffer, hooks, memory)
         parts = self.making.parts(self.order, self.plan, buffer, feed, exchange, delivery, self.report, self.writers)
         return GradBucket(self.plan, self.params, parts, self.assembly.around, self.label)
@@ -230,6 +230,7 @@ class _OneBucket:
             Trait.SPARSE: plan.sparse,
             Trait.COMPLEX: plan.dtype.startswith("complex"),
             Trait.DTENSOR: any(type(param) is LocalPart for param in self.params),
+            Trait.IN_PLACE: bool(self.large),
             Trait.OWN_DTYPE: wire == real_dtype(plan.dtype),
             Trait.REPORT: self.report is not None,
             Trait.HOOK: assembly.hook is not None,
@@ -245,7 +246,8 @@ class _OneBucket:
             Trait.SINGLY: assembly.overlaps and all(each.eager for each in features) and Eager.suits(plan, wire),
         }
         traits = {trait for trait, has in found.items() if has}
-        return traits | {Trait.RENEWED} if fits(RENEWED, traits) else traits
+        some_inside = len(self.large) < len(plan.slots) or part_for(EXCHANGES, traits) is not InPlace
+        return traits | {Trait.RENEWED} if some_inside and fits(RENEWED, traits) else traits
 
     def _format(self) -> Format:
         """Return how gradients lie in the buffer."""
@@ -262,13 +264,10 @@ class _OneBucket:
             return divided
         return OrderedParts(assembly.group.size()) if Trait.ORDERED in self.traits else PLAIN
 
-    def _buffer(self, places: list[int]) -> CommBuffer:
-        """Make the buffer of all gradients but those at `places`, or take that of a bucket before."""
-        if self.plan.sparse:  # rows travel elsewhere
-            plan = replace(self.plan, params=(), slots=(), numel=0, cap=None)
-            params, names = list[Tensor](), list[str]()
-        else:
-            plan, params, names = InPlace.others(self.plan, self.params, self.names, places)
+    def _buffer(self, plan: Bucket, params: list[Tensor], names: list[str]) -> CommBuffer:
+        """Make the buffer of the gradients that do not travel in place, or take that of a bucket before."""
+        if plan.sparse:  # rows travel elsewhere
+            plan, params, names = replace(plan, params=(), slots=(), numel=0, cap=None), [], []
         room = 0 if self.report is None else self.report.numel
         format = self._format()
         zeros = usual = self._zeros()
@@ -313,7 +312,7 @@ class _OneBucket:
         elif kind is OrderedSum:
             assert isinstance(buffer.format, (OrderedParts, Blocks))
             exchange = OrderedSum(group, buffer.format, self._rounding(buffer))
-        elif places:
+        elif kind is InPlace:
             exchange = InPlace(group, plan, self.params, self.names, places)
         else:
             exchange = AllReduce(group, self.device)
@@ -325,14 +324,21 @@ class _OneBucket:
         found = (each.rounding(self.order, self.plan, buffer) for each in self.assembly.features)
         return next((one for one in found if one is not None), None)
 
-    def _feed(self, buffer: CommBuffer, hooks: Hooks, memory: RenewedMemory | None, subtrees: Subtrees | None) -> Feed:
+    def _feed(
+        self,
+        inside: Bucket,
+        buffer: CommBuffer,
+        hooks: Hooks,
+        memory: RenewedMemory | None,
+        subtrees: Subtrees | None,
+    ) -> Feed:
         kind = part_for(FEEDS, self.traits)
         if subtrees is not None:
             return TreeSums(buffer, subtrees, hooks, self.writers, self.label)
         if kind is Accumulating:
             return Accumulating(buffer, hooks, self.writers, self.label)
         if kind is Eager:
-            return Eager(self.plan, buffer, hooks, memory)
+            return Eager(inside, buffer, hooks, memory)
         return AtOnce(buffer)
 
     def _delivery(self, buffer: CommBuffer, hooks: Hooks, memory: RenewedMemory | None) -> Delivery:

@@ -29,6 +29,7 @@ class Trait(Enum):
     COMPLEX = auto()  # complex gradients
     DTENSOR = auto()  # this rank's parts of DTensors
     LARGE = auto()  # so large gradients that to copy them takes longer than to look at them
+    IN_PLACE = auto()  # some so large that they travel in their own memory, if they are private
     OWN_DTYPE = auto()  # what travels has the dtype of the gradients
     REPORT = auto()  # the report travels after the gradients
     HOOK = auto()  # a communication hook reduces the gradients
@@ -79,7 +80,7 @@ EXCHANGES = (
     Row(OrderedSum, needs=[T.FLOAT8]),
     Row(OrderedSum, needs=[T.ORDERED], without=[T.DIVIDED]),
     Row(AllReduce, needs=[T.DIVIDED]),  # in whose place the feature that divides puts its own
-    Row(InPlace, without=[T.VIEWS, T.ACCUMULATES, T.RENEWED]),  # of large gradients, if there are any
+    Row(InPlace, needs=[T.IN_PLACE], without=[T.VIEWS, T.ACCUMULATES]),
     Row(AllReduce),
 )
 DELIVERIES = (
@@ -89,7 +90,7 @@ DELIVERIES = (
     Row(EarlyPrivate, needs=[T.ON_STREAMS, T.LARGE], without=[T.HOOK, T.REPORT, T.COMPLEX]),
     Row(Private),
 )
-# Whether private gradients lie in the buffer, which gets new memory while a program holds one.
+# Whether private gradients lie in the buffer, which gets new memory while a program holds one. Not if all are IN_PLACE.
 RENEWED = Row(
     RenewedViews,
     needs=[T.COUNTED, T.OWN_DTYPE],

@@ -41,7 +41,8 @@ def chosen(traits: set[str]) -> tuple[type, type, type]:
         elif has("FLOAT8") or (has("ORDERED") and not has("DIVIDED")):
             exchange = OrderedSum
         else:
-            exchange = AllReduce if has("DIVIDED", "VIEWS", "ACCUMULATES") or renewed else InPlace
+            private = not has("DIVIDED", "VIEWS", "ACCUMULATES")
+            exchange = InPlace if has("IN_PLACE") and private else AllReduce
         if has("MICRO_BATCHES"):
             feed = TreeSums
         elif has("ACCUMULATES"):

@@ -25,7 +25,8 @@ from dpfuse_kernels.known_tensors import Seen
 __all__ = ["FEW", "LARGE", "InPlace", "places_in_place"]
 
 # Bytes from which a gradient is large. On gloo each is a collective of its own. Compared with copies, a step with ten
-# gradients of 1 MB takes 0.99 of the time, of 2 MB 0.81, of 256 KB 1.5: docs/design/decisions.md#0006-in-place.
+# gradients of 1 MB took 0.99 of the time, of 2 MB 0.81, of 256 KB 1.5, in a script that was not recorded.
+# docs/design/decisions.md#0006-in-place has the reason and a record.
 LARGE = 2 << 20
 # Gradients of a bucket up to which the small ones, too, stay where they are, if one call of the group starts all. Each
 # costs the host a microsecond or two, and a copy into the buffer and back two kernels and some thirty microseconds.

@@ -33,7 +33,7 @@ class Eager(Feed):
     a bucket of 25 MB were packed at the end, each gradient would have its own memory, which is no longer there.
 
     Args:
-        bucket: its plan.
+        bucket: the plan of what lies in the buffer.
         buffer: of the bucket; `.grad` becomes views of it, in the gradients' own real dtype.
         hooks: of its parameters.
         memory: of the communication buffer, if it may get new memory.
