@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from dpfuse.engine.reading import Reading
-from dpfuse.engine.report import FROZEN
+from dpfuse.engine.report_format import FROZEN
 from dpfuse.engine.report_layout import Field
 from dpfuse.errors import DPFuseError
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter, methodcaller, mul
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,19 +17,14 @@ from torch import Tensor
 
 from dpfuse.comm import collective
 from dpfuse.engine.late_reading import Guard, HostPairs, LateReading
-from dpfuse.engine.number_hash import number_hash
 from dpfuse.engine.reading import ALL_WELL, Outcome, Reading, Row
+from dpfuse.engine.report_format import CHANGED, FAILED, NO_MEMORY, RANK_BITS, ReportFormat, bits_of
 from dpfuse.engine.report_layout import Question, ReportLayout, ReportPlace
 from dpfuse.engine.streams import capturing
 from dpfuse.engine.sync_decision import Window
 from dpfuse_kernels.spoil import any_pair
 
-__all__ = ["FROZEN", "Compared", "Report"]
-
-FLAGS = 3  # the first pairs: a rank has failed, has changed its module, has no memory; their first elements say so
-RANK_BITS = 15  # of the number of a rank that failed or has changed
-FROZEN, FROZEN_BITS = "frozen", 2  # the set of frozen parameters, which is compared like a field
-UNTOLD, HASH_BITS = "some field", 32  # the hash of the whole numbers of all fields, which no bit of theirs replaces
+__all__ = ["Compared", "Report"]
 
 _asks = attrgetter("asks")
 _number_of = methodcaller("value")
@@ -55,14 +50,7 @@ class Compared:
 
 
 class Report:
-    """The report: pairs of elements, then the numbers that features have added up, then one element per parameter.
-
-    Each bit that is compared travels as two numbers, b and 1 - b. Over the ranks both sums are above zero exactly
-    where the ranks differ, whatever the dtype, the factor and the number of ranks. Of the number of a field its lowest
-    bits travel, so that an error can say what differs, and one hash of all numbers beside them. A rank that is not
-    compared sends zero in both, except in the first pairs, which tell whether it failed, whether it has changed,
-    whether its memory ran out, and what it asks. No rank sends a no to the last two, so a yes is no difference. A rank
-    sends the bits of its number only if it failed or has changed.
+    """The report of one rank, and what the ranks' reports come to; `ReportFormat` says where each number lies.
 
     A feature may have bits compared that only the device knows. A difference in them is no failure: the feature decides
     what follows.
@@ -95,35 +83,19 @@ class Report:
     ) -> None:
         self.group = group
         self._is_alone = group.size() == 1
-        self._fields = tuple(layout.fields)
-        self._questions = tuple(layout.questions)
         self.writers = layout.writers
         self._window = window
         self.asked: tuple[Question, ...] = ()
         self.captured = False
-        self._flags = FLAGS + len(self._questions)
-        self._names = (*(each.name for each in self._fields), FROZEN, UNTOLD)
-        self._widths = (*(each.bits for each in self._fields), FROZEN_BITS, HASH_BITS)
-        self._ranks = self._flags + sum(self._widths)  # as a place among the pairs
-        # From here on, places are elements: of compared bits, of numbers that are added up, of parameters.
-        start = self._compared = 2 * (self._ranks + RANK_BITS)
-        self._starts: dict[ReportPlace, int] = {}
-        for place in sorted(layout.places, key=lambda place: not place.compared):
-            self._starts[place] = start
-            start += place.width * (1 + place.compared)
-        self._params = start
-        self._summed = next((self._starts[each] for each in self._starts if not each.compared), start)
-        self.numel = start + param_count
+        self._format = format = ReportFormat(layout, param_count)
+        self.numel = format.numel
         # What `_source` tells.
-        self._values: list[object] = [*[0] * len(self._fields), *[False] * len(self._questions), True, frozenset()]
-        nothing = [0.0] * (2 * RANK_BITS + self._params - self._compared)
-        begin = [*self._pairs_of(self._values), *nothing, *[1.0] * param_count]
-        self._source = torch.tensor(begin, dtype=dtype, device=device)  # of a rank that is well
+        self._values: list[object] = [*[0] * len(format.fields), *[False] * len(format.questions), True, frozenset()]
+        self._source = torch.tensor(format.elements(self._values), dtype=dtype, device=device)  # of a rank that is well
         self.is_on_cpu = self._source.is_cpu
         self._bits = {
-            place: Compared(self._source[slice(*self._ends(place))].view(-1, 2), late=not self.is_on_cpu)
-            for place in self._starts
-            if place.compared
+            place: Compared(self._source[slice(*format.ends(place))].view(-1, 2), late=not self.is_on_cpu)
+            for place in format.compared
         }
         self._sums: _Sums | None = None  # of this backward
         self._latest: _Sums | None = None  # of this one, or the one before
@@ -135,7 +107,8 @@ class Report:
     def source(self, outcome: Outcome) -> Tensor:
         """Return what this rank packs, [numel]."""
         self._sums = None
-        values: list[object] = [*map(_number_of, self._fields), *map(_asks, self._questions)]
+        format = self._format
+        values: list[object] = [*map(_number_of, format.fields), *map(_asks, format.questions)]
         values += not (self._window.without_inputs or self._window.excused), outcome.frozen
         usual = outcome.well and not (outcome.changed or outcome.missing)
         if values == self._values and usual:
@@ -148,17 +121,17 @@ class Report:
             return source
         source = source.clone() if source is self._source else source
         for index in outcome.missing:
-            _put(source, self._params + index, 0.0)
+            _put(source, format.params + index, 0.0)
         if outcome.changed:
-            self._write_bits(source, 1, 1, 1)
+            _write_bits(source, CHANGED, 1, 1)
         if not outcome.well:
             self.write_failure(source, out_of_memory=outcome.memory_ran_out)
         if outcome.changed:
-            self._write_bits(source, self._ranks, self.group.rank(), RANK_BITS)
+            _write_bits(source, format.rank, self.group.rank(), RANK_BITS)
         return source
 
     def _tell(self, values: list[object]) -> None:
-        pairs = torch.tensor(self._pairs_of(values), dtype=self._source.dtype, device="cpu")
+        pairs = torch.tensor(self._format.pairs(values), dtype=self._source.dtype, device="cpu")
         late = self._source.is_cuda
         pairs = pairs.pin_memory() if late else pairs
         self._source[: pairs.numel()].copy_(pairs, non_blocking=late)  # one operation, for which the host does not wait
@@ -166,10 +139,10 @@ class Report:
 
     def write_failure(self, packed: Tensor, *, out_of_memory: bool = False) -> None:
         """Write into what is packed, [numel], that this rank has failed."""
-        self._write_bits(packed, 0, 1, 1)
+        _write_bits(packed, FAILED, 1, 1)
         if out_of_memory:
-            _put(packed, 4, 1.0)  # no rank sends the other number of this pair
-        self._write_bits(packed, self._ranks, self.group.rank(), RANK_BITS)
+            _put(packed, 2 * NO_MEMORY, 1.0)  # no rank sends the other number of this pair
+        _write_bits(packed, self._format.rank, self.group.rank(), RANK_BITS)
 
     def compared(self, place: ReportPlace) -> Compared:
         """Return the bits of a place that is compared."""
@@ -179,7 +152,7 @@ class Report:
         """Whether the ranks' bits of a place differ in this backward, which has landed; on a CPU."""
         if self._sums is None:  # it is that of a changed model, and the old one's has landed
             return False
-        numbers = self._sums.view[slice(*self._ends(place))].tolist()
+        numbers = self._sums.view[slice(*self._format.ends(place))].tolist()
         return any(map(mul, numbers[::2], numbers[1::2]))
 
     def write(self, packed: Tensor, place: ReportPlace, values: Tensor, part: str = "") -> None:
@@ -193,18 +166,14 @@ class Report:
         """
         late = packed.is_cuda and not values.is_cuda
         values = values.to(packed.dtype).pin_memory() if late else values
-        start, end = self._ends(place)
+        start, end = self._format.ends(place)
         within = packed[start:end][place.parts[part]] if part else packed[start:end]
         within.copy_(values, non_blocking=late)
 
     def sums(self, place: ReportPlace) -> Tensor:
         """Return the sums of the numbers of a place over the ranks, [width], on the device, without waiting."""
         assert self._sums is not None
-        return self._sums.view[slice(*self._ends(place))]
-
-    def _ends(self, place: ReportPlace) -> tuple[int, int]:
-        start = self._starts[place]
-        return start, start + place.width * (1 + place.compared)
+        return self._sums.view[slice(*self._format.ends(place))]
 
     def landed(self, view: Tensor) -> None:
         """Note where the summed report lies, [numel]; it stays valid until the bucket is packed again."""
@@ -212,14 +181,14 @@ class Report:
         # It is usually where the one before was, and making a slice takes a microsecond.
         parts = None if before is None or before.view is not view else before.parts
         if parts is None:
-            told = view[: self._summed]
-            parts = _Parts(told, told[: self._compared])
+            told = view[: self._format.told]
+            parts = _Parts(told, told[: self._format.states])
         self._latest = self._sums = _Sums(view, parts)
 
     def used_somewhere(self, indices: Collection[int]) -> set[int]:
         """Return those of `indices` that some rank used. Waits for the device."""
         assert self._sums is not None
-        flags = self._sums.view[self._params :].tolist()
+        flags = self._sums.view[self._format.params :].tolist()
         return {index for index in indices if flags[index]}
 
     @property
@@ -251,7 +220,7 @@ class Report:
             self._tell_of(ALL_WELL)
             return ALL_WELL if outcome.well else Reading(any_failed=True, rank=self.group.rank())
         if self._is_alone and outcome.well and not outcome.changed:  # no other rank can report anything
-            self.asked = tuple(filter(_asks, self._questions))
+            self.asked = tuple(filter(_asks, self._format.questions))
             return ALL_WELL
         if self.is_on_cpu:
             host = self._host
@@ -272,7 +241,7 @@ class Report:
                     late.hand_over()
                 return before
             if not before.all_well and outcome.well:
-                now = self._interpret(told.tolist()) if outcome.changed else None
+                now = self._format.read(told.tolist()) if outcome.changed else None
                 if now is not None and not now.any_unchanged:
                     late.early = now  # every rank has changed, so all wait, and no rank reads it in the next backward
                 else:
@@ -298,56 +267,14 @@ class Report:
         assert self._sums is not None
         return self._sums.parts.states
 
-    def _pairs_of(self, values: Sequence[object]) -> list[float]:
-        """Return the compared pairs of a rank that has not failed."""
-        numbers = self._numbers_of(values)
-        numbers.append(number_hash(numbers))
-        bits = [bit for number, width in zip(numbers, self._widths, strict=True) for bit in _bits(number, width)]
-        first = [0.0, 1.0, 0.0, 1.0, 0.0, 0.0]  # it has not failed, and the model has not changed
-        for asked in values[len(self._fields) : -2]:
-            first += float(bool(asked)), 0.0
-        is_compared = values[-2]
-        if not is_compared:
-            return [*first, *[0.0] * (2 * len(bits))]
-        return [*first, *(float(number) for bit in bits for number in (bit, 1 - bit))]
-
-    def _numbers_of(self, values: Sequence[object]) -> list[int]:
-        """Return the whole numbers that are compared: of the fields, and of the set of frozen parameters."""
-        frozen = values[-1]
-        assert isinstance(frozen, Collection)
-        numbers = cast("Sequence[int]", values[: len(self._fields)])
-        return [*map(int, numbers), number_hash(sorted(frozen)) if frozen else 0]
-
-    def _write_bits(self, packed: Tensor, pair: int, number: int, count: int) -> None:
-        for place, bit in enumerate(_bits(number, count), pair):
-            _put(packed, 2 * place, float(bit))
-            _put(packed, 2 * place + 1, 1.0 - bit)
-
-    def _interpret(self, states: list[float]) -> Reading:
-        pairs = [(one != 0, other != 0) for one, other in zip(states[::2], states[1::2], strict=True)]
-        names = (name for name, width in zip(self._names, self._widths, strict=True) for _ in range(width))
-        differ = dict.fromkeys(
-            name for name, (one, other) in zip(names, pairs[self._flags :], strict=False) if one and other
-        )
-        numbers = pairs[self._ranks :][:RANK_BITS]
-        told = {place: pairs[start // 2 :][: place.width] for place, start in self._starts.items() if place.compared}
-        single = all(one != other for one, other in numbers)
-        return Reading(
-            pairs[0][0],
-            *pairs[1],
-            pairs[2][0],
-            tuple(name for name in differ if name is not UNTOLD) or tuple(differ),
-            sum(one << place for place, (one, _) in enumerate(numbers)) if single else None,
-            asked=tuple(each for each, (yes, _) in zip(self._questions, pairs[FLAGS:], strict=False) if yes),
-            told=tuple(place.name for place, each in told.items() if any(one and other for one, other in each)),
-        )
-
     def _with_rows(self, reading: Reading, outcome: Outcome, sums: _Sums) -> Reading:
         """Return the reading with what each rank has told. Ranks gather once, also where an exception strikes then."""
         if sums.rows is None:
             own = [not outcome.well, outcome.changed, self._values[-2], len(outcome.frozen)]
             row = torch.tensor(
-                [*own, *self._numbers_of(self._values)], dtype=torch.int64, device=collective.group_device(self.group)
+                [*own, *self._format.numbers(self._values)],
+                dtype=torch.int64,
+                device=collective.group_device(self.group),
             )
             sums.rows = collective.all_gather(row, self.group)
         gathered = [each.tolist() for each in sums.rows]
@@ -356,7 +283,9 @@ class Report:
             for failed, changed, is_compared, frozen, *numbers in gathered
         )
         columns = zip(*(row.numbers for row in rows if row.is_compared), strict=True)
-        differing = tuple(name for name, column in zip(self._names, columns, strict=False) if len(set(column)) > 1)
+        differing = tuple(
+            name for name, column in zip(self._format.names, columns, strict=False) if len(set(column)) > 1
+        )
         return replace(reading, differing=differing, rows=rows)
 
     def _tell_of(self, reading: Reading) -> None:
@@ -390,9 +319,8 @@ class Report:
         if memory == self._usual:
             return ALL_WELL
         told = host.values.tolist()
-        ones, zeros = told[::2], told[1::2]
-        if any(ones[: self._flags]) or any(map(mul, ones, zeros)):
-            return self._interpret(told)
+        if self._format.says_something(told):
+            return self._format.read(told)
         self._usual = memory  # the ranks compare other numbers now, and have the same ones
         return ALL_WELL
 
@@ -414,8 +342,10 @@ class _Sums:
     reading: Reading | None = None
 
 
-def _bits(number: int, count: int) -> list[int]:
-    return [number >> place & 1 for place in range(count)]
+def _write_bits(packed: Tensor, pair: int, number: int, count: int) -> None:
+    for place, bit in enumerate(bits_of(number, count), pair):
+        _put(packed, 2 * place, float(bit))
+        _put(packed, 2 * place + 1, 1.0 - bit)
 
 
 def _put(source: Tensor, place: int, value: float) -> None:

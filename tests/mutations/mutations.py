@@ -57,7 +57,7 @@ ENGINE = (
     ),
     Mutation(
         "the report compares how many parameters are frozen and not which",
-        "dpfuse/engine/report.py",
+        "dpfuse/engine/report_format.py",
         "number_hash(sorted(frozen)) if frozen else 0]",
         "len(frozen)]",
         ("tests/unit/test_report.py", AVERAGING + "test_ready_lists.py"),

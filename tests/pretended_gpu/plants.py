@@ -534,7 +534,7 @@ def _one_pinned_buffer(put: Setattr, rank: int) -> None:
     pinned: dict[int, Tensor] = {}
 
     def tell(self: Report, values: list[object]) -> None:
-        pairs = torch.tensor(self._pairs_of(values), dtype=self._source.dtype, device="cpu")
+        pairs = torch.tensor(self._format.pairs(values), dtype=self._source.dtype, device="cpu")
         kept = pinned.setdefault(id(self), torch.empty_like(pairs, pin_memory=True))
         kept.copy_(pairs)
         self._source[: pairs.numel()].copy_(kept, non_blocking=True)

@@ -263,8 +263,8 @@ def test_a_training_in_which_nobody_asks_exchanges_nothing_and_one_that_stops_ex
 
 def test_a_wish_takes_two_elements_of_the_report(group):
     report = dpfuse.DataParallel(network()).reducer.buckets[-1].parts.report
-    assert [question.name for question in report._questions].count("stop") == 1
-    assert 4 * report._params <= 1024
+    assert [question.name for question in report._format.questions].count("stop") == 1
+    assert 4 * report._format.params <= 1024
 
 
 # --- Without peers, without a backward ---

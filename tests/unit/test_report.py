@@ -16,7 +16,7 @@ from dpfuse.comm import collective
 from dpfuse.engine import messages
 from dpfuse.engine.number_hash import number_hash
 from dpfuse.engine.reading import ALL_WELL, Outcome, Reading, Row
-from dpfuse.engine.report import FROZEN, FROZEN_BITS, UNTOLD, Report
+from dpfuse.engine.report_format import FROZEN, FROZEN_BITS, UNTOLD, ReportFormat
 from dpfuse.engine.report_layout import Field, Question, ReportLayout
 from dpfuse.engine.sync_decision import Window
 from dpfuse.weights.hashing import write_number
@@ -385,7 +385,7 @@ def test_where_only_the_hash_differs_rows_say_in_what(monkeypatch):
     sum_over_ranks(reports, [outcome()] * 3)
     read = [report.read(outcome(), wait=True, gather=True) for report in reports]
     assert (read[0].differing, read[-1].differing) == ((), ("size",)), "the first has seen no other row"
-    text = messages.differing(2, reports[2]._fields, read[-1])
+    text = messages.differing(2, reports[2]._format.fields, read[-1])
     assert text.startswith("rank 2: rank 1 128, rank 0 64; expected the same on every rank.")
 
 
@@ -615,7 +615,7 @@ def test_while_a_graph_is_captured_only_this_ranks_own_failure_is_known(wait, mo
     assert not report.read(outcome(), wait=True, gather=False).all_well
     monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
     monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: True)
-    monkeypatch.setattr(Report, "_interpret", None)  # calling it would wait for the device
+    monkeypatch.setattr(ReportFormat, "read", None)  # calling it would wait for the device
     report.source(outcome())
     report.landed(torch.full((report.numel,), 0.1))
     assert report.unreadable
