@@ -59,8 +59,8 @@ class PretendedStreams:
 
     def __init__(self) -> None:
         self.log: list[str] = []
-        self._made: list[PretendedStream] = []  # kept: a handle names one stream, as long as the device is there
-        self.current = PretendedStream(self, "main")
+        self._made: dict[int, PretendedStream] = {}  # by handle, which names one stream as long as the device is there
+        self.current = self._main = PretendedStream(self, "main")
         self.initialized = True
 
     def Stream(self, device: torch.device) -> PretendedStream:  # noqa: N802  # torch's name
@@ -73,8 +73,21 @@ class PretendedStreams:
 
     def new(self, name: str, *, captured: bool = False) -> PretendedStream:
         """A new stream."""
-        self._made.append(PretendedStream(self, name, captured=captured))
-        return self._made[-1]
+        made = PretendedStream(self, name, captured=captured)
+        self._made[id(made)] = made
+        return made
+
+    def default_stream(self, device: torch.device) -> PretendedStream:
+        """The stream that was current at first."""
+        return self._main
+
+    def handle(self) -> int:
+        """That of the current stream."""
+        return 0 if self.current is self._main else id(self.current)
+
+    def ExternalStream(self, handle: int, device: torch.device) -> PretendedStream:  # noqa: N802  # torch's name
+        """The stream with this handle."""
+        return self._made[handle]
 
     @contextmanager
     def stream(self, stream: PretendedStream) -> Iterator[None]:
@@ -87,9 +100,11 @@ class PretendedStreams:
 
     def install(self, monkeypatch) -> None:
         """Let torch ask these."""
-        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: id(self.current), raising=False)
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: self.handle(), raising=False)
         monkeypatch.setattr("torch.get_device_module", lambda device=None: self)
         monkeypatch.setattr("torch.cuda.current_stream", self.current_stream)
+        monkeypatch.setattr("torch.cuda.default_stream", self.default_stream)
+        monkeypatch.setattr("torch.cuda.ExternalStream", self.ExternalStream)
         monkeypatch.setattr("torch.cuda.stream", self.stream)
         monkeypatch.setattr("torch.cuda.is_initialized", lambda: self.initialized)
         monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: self.current.captured)

@@ -84,20 +84,16 @@ class WritingStreams:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._noted: dict[int, None] = {}  # handles, in the order in which they were noted
-        self._streams: dict[int, Any] = {}  # by handle: those that were ever noted
 
     def noting(self, marker: Callable[[Any], None]) -> Callable[[Any], None]:
         """Return a ready mark that notes the current stream, then calls `marker`."""
-        noted, streams, device = self._noted, self._streams, self._device
+        noted, index, is_compiling = self._noted, self._device.index, torch.compiler.is_dynamo_compiling
         # Each call of `current_stream` makes a new object; to get the handle alone takes a tenth of the time.
         handle_of: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
-        index, is_compiling = device.index, torch.compiler.is_dynamo_compiling
 
-        def mark_ready(param: Any) -> None:
+        def mark_ready(param: Any) -> None:  # of each gradient
             if not is_compiling():  # what compiled autograd traces runs on one stream
-                noted[handle := handle_of(index)] = None
-                if handle not in streams:
-                    streams[handle] = torch.cuda.current_stream(device)
+                noted[handle_of(index)] = None
             marker(param)
 
         return mark_ready
@@ -108,7 +104,7 @@ class WritingStreams:
         noted.pop(torch._C._cuda_getCurrentRawStream(self._device.index), None)
         if not noted:
             return False
-        others = [self._streams[handle] for handle in noted]
+        others = [_stream_of(handle, self._device) for handle in noted]
         noted.clear()
         current, in_capture = torch.cuda.current_stream(self._device), capturing()
         for stream in others:
@@ -126,6 +122,11 @@ def writers_on(device: torch.device) -> WritingStreams | None:
 def new_stream(device: torch.device) -> torch.cuda.Stream | None:
     """Return a new stream on `device`; None if the device has no streams."""
     return torch.cuda.Stream(device) if device.type == "cuda" else None
+
+
+def _stream_of(handle: int, device: torch.device) -> torch.cuda.Stream:
+    # For torch, an external stream with handle 0 is a new one.
+    return torch.cuda.ExternalStream(handle, device) if handle else torch.cuda.default_stream(device)
 
 
 def _is_captured(stream: Any) -> bool:

@@ -441,7 +441,7 @@ def first_backward_only(*, notes_sentinel: bool = False) -> Callable[[Setattr, i
     return plant
 
 
-NO_WRITERS = replacing(WritingStreams, "precede", lambda self: bool(self._streams))
+NO_WRITERS = replacing(WritingStreams, "precede", lambda self: bool(self._noted))
 NOTHING_NOTED = replacing(WritingStreams, "noting", lambda self, marker: marker)
 
 

@@ -50,6 +50,14 @@ def test_the_current_stream_waits_once_for_each_of_the_others(streams):
     assert len(streams.log) == 2, "what was noted holds for one pack only"
 
 
+def test_a_side_stream_waits_for_the_default_one(streams):
+    writers = WritingStreams(CUDA)
+    writers.noting(lambda param: None)(None)
+    with streams.stream(streams.new("side")):
+        assert writers.precede()
+    assert streams.log == ["side waits for main"]
+
+
 def test_one_stream_waits_for_nothing(streams):
     writers = WritingStreams(CUDA)
     mark = writers.noting(lambda param: None)
