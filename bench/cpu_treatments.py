@@ -1,7 +1,7 @@
 """`python -m bench.cpu_treatments FILE`: what each special treatment of gradients on a CPU is worth, on two gloo ranks.
 
-Eager packs a large gradient as soon as it is ready. Renewed memory lets private gradients lie in the buffer; without it
-they are copied or travel in place, none is eager, and none is handed out early. Early views are handed out when a
+Eager packs a large gradient as soon as it is ready. Renewed memory lets private gradients below 2 MB lie in the buffer;
+without it they are copied, none is eager, and none is handed out early. Early views are handed out when a
 bucket is sent; eager ones earlier. Glibc keeps freed memory. Where a treatment has no effect, the figures show the
 noise: renewed memory for views, and eager packing for tiny gradients.
 

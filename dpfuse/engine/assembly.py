@@ -179,7 +179,7 @@ class _Making:
         """Return the parts of a bucket, and what features add to them."""
         steps = [each.step(order, bucket, buffer, report) for each in self.assembly.features]
         taken = tuple(step for step in steps if step is not None)
-        if isinstance(exchange, InPlace) and report is None and not taken:
+        if isinstance(exchange, InPlace) and isinstance(feed, AtOnce) and report is None and not taken:
             exchange.multiply_buffer()
         found = () if report is None else (each.beside() for each in self.assembly.features)
         beside = tuple(companion for companion in found if companion is not None)
@@ -204,20 +204,20 @@ class _OneBucket:
         self.device = torch.device(self.plan.device)
         self.writers = writers_on(self.device)
         packs = self.report is not None or not all(feature.eager for feature in self.assembly.features)
-        self.large = places_in_place(self.plan, self.averaging, self.assembly.group, packs=packs)
+        self.outside = places_in_place(self.plan, self.averaging, self.assembly.group, packs=packs)
         self.traits = self._traits()
 
     def made(self) -> GradBucket:
         """Return the bucket."""
         kind = part_for(EXCHANGES, self.traits)
-        places = self.large if kind is InPlace else []
-        inside = InPlace.others(self.plan, self.params, self.names, places)
-        buffer = self._buffer(*inside)
+        places = self.outside if kind is InPlace else []
+        inside, params, names = InPlace.others(self.plan, self.params, self.names, places)
+        buffer = self._buffer(inside, params, names)
         subtrees = self._subtrees(buffer) if Trait.MICRO_BATCHES in self.traits and not self.plan.sparse else None
         exchange = self._exchange(kind, buffer, places, subtrees)
         hooks = Hooks(buffer.params)
         memory = RenewedMemory(buffer) if Trait.RENEWED in self.traits else None
-        feed = self._feed(inside[0], buffer, hooks, memory, subtrees)
+        feed = self._feed(inside, buffer, hooks, memory, subtrees)
         delivery = self._delivery(buffer, hooks, memory)
         parts = self.making.parts(self.order, self.plan, buffer, feed, exchange, delivery, self.report, self.writers)
         return GradBucket(self.plan, self.params, parts, self.assembly.around, self.label)
@@ -230,7 +230,7 @@ class _OneBucket:
             Trait.SPARSE: plan.sparse,
             Trait.COMPLEX: plan.dtype.startswith("complex"),
             Trait.DTENSOR: any(type(param) is LocalPart for param in self.params),
-            Trait.IN_PLACE: bool(self.large),
+            Trait.IN_PLACE: bool(self.outside),
             Trait.OWN_DTYPE: wire == real_dtype(plan.dtype),
             Trait.REPORT: self.report is not None,
             Trait.HOOK: assembly.hook is not None,
@@ -246,7 +246,7 @@ class _OneBucket:
             Trait.SINGLY: assembly.overlaps and all(each.eager for each in features) and Eager.suits(plan, wire),
         }
         traits = {trait for trait, has in found.items() if has}
-        some_inside = len(self.large) < len(plan.slots) or part_for(EXCHANGES, traits) is not InPlace
+        some_inside = len(self.outside) < len(plan.slots) or part_for(EXCHANGES, traits) is not InPlace
         return traits | {Trait.RENEWED} if some_inside and fits(RENEWED, traits) else traits
 
     def _format(self) -> Format:
@@ -264,20 +264,20 @@ class _OneBucket:
             return divided
         return OrderedParts(assembly.group.size()) if Trait.ORDERED in self.traits else PLAIN
 
-    def _buffer(self, plan: Bucket, params: list[Tensor], names: list[str]) -> CommBuffer:
+    def _buffer(self, inside: Bucket, params: list[Tensor], names: list[str]) -> CommBuffer:
         """Make the buffer of the gradients that do not travel in place, or take that of a bucket before."""
-        if plan.sparse:  # rows travel elsewhere
-            plan, params, names = replace(plan, params=(), slots=(), numel=0, cap=None), [], []
+        if inside.sparse:  # rows travel elsewhere
+            inside, params, names = replace(inside, params=(), slots=(), numel=0, cap=None), [], []
         room = 0 if self.report is None else self.report.numel
         format = self._format()
         zeros = usual = self._zeros()
         for feature in self.assembly.features if params else ():
-            zeros = feature.memory(plan.device, zeros)
+            zeros = feature.memory(inside.device, zeros)
         for old in () if Trait.RENEWED in self.traits or zeros is not usual else self.making.before:
-            if old.parts.buffer.serves(plan, params, self.averaging.dtype, room, format):
+            if old.parts.buffer.serves(inside, params, self.averaging.dtype, room, format):
                 old.parts.buffer.averaging = self.averaging
                 return old.parts.buffer
-        return CommBuffer(plan, params, names, self.averaging, zeros=zeros, room=room, format=format)
+        return CommBuffer(inside, params, names, self.averaging, zeros=zeros, room=room, format=format)
 
     def _zeros(self) -> Zeros:
         assembly = self.assembly
@@ -337,7 +337,7 @@ class _OneBucket:
             return TreeSums(buffer, subtrees, hooks, self.writers, self.label)
         if kind is Accumulating:
             return Accumulating(buffer, hooks, self.writers, self.label)
-        if kind is Eager:
+        if kind is Eager and Eager.suits(inside, self.averaging.dtype):
             return Eager(inside, buffer, hooks, memory)
         return AtOnce(buffer)
 

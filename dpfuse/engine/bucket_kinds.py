@@ -29,7 +29,7 @@ class Trait(Enum):
     COMPLEX = auto()  # complex gradients
     DTENSOR = auto()  # this rank's parts of DTensors
     LARGE = auto()  # so large gradients that to copy them takes longer than to look at them
-    IN_PLACE = auto()  # some so large that they travel in their own memory, if they are private
+    IN_PLACE = auto()  # some travel in their own memory if they are private, since they or their neighbours are large
     OWN_DTYPE = auto()  # what travels has the dtype of the gradients
     REPORT = auto()  # the report travels after the gradients
     HOOK = auto()  # a communication hook reduces the gradients
@@ -90,7 +90,7 @@ DELIVERIES = (
     Row(EarlyPrivate, needs=[T.ON_STREAMS, T.LARGE], without=[T.HOOK, T.REPORT, T.COMPLEX]),
     Row(Private),
 )
-# Whether private gradients lie in the buffer, which gets new memory while a program holds one. Not if all are IN_PLACE.
+# Whether private gradients lie in the buffer, which gets new memory while a program holds one.
 RENEWED = Row(
     RenewedViews,
     needs=[T.COUNTED, T.OWN_DTYPE],

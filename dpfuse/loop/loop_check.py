@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -14,7 +14,6 @@ from dpfuse.engine.events import Inputs
 from dpfuse.engine.feature import Engine, Feature
 from dpfuse.engine.local_part import leaf_of
 from dpfuse.engine.plan import Bucket, BucketPlan
-from dpfuse.engine.protocols import PackStep
 from dpfuse.engine.report import Report
 from dpfuse.engine.report_layout import Question, ReportPlace
 from dpfuse.engine.streams import capturing
@@ -84,21 +83,13 @@ class LoopCheck(Feature):
         self.optimizers: dict[ref[Optimizer], SteppingOptimizer] = {}
         self._steps = 0
         self._never_stepped: UnownedParameters | None = None
-        self._own: WeakKeyDictionary[Report, int] = WeakKeyDictionary()  # by report the place of a gradient beside it
+        self._own: tuple[Bucket | None, int] = None, -1  # the last bucket, and the place of a gradient in it
 
     def join(self, engine: Engine) -> None:
         """As `Feature.join`."""
         self._engine, self._place = engine, engine.layout.register("loop", WIDTHS)
         for one in (self._modes, self._rates, self._batches):
             engine.layout.ask(one.question)
-
-    def step(self, order: int, bucket: Bucket, buffer: CommBuffer, report: Report | None) -> PackStep | None:
-        """As `Feature.step`: choose which gradient of the last bucket a rank looks at."""
-        if report is not None:
-            plain = {str(place): param for place, param in enumerate(buffer.params) if has_plain_class(param)}
-            # Its place: a bucket that is kept for later keeps no parameter alive.
-            self._own[report] = int(best_of(plain)[-1][0]) if plain else -1
-        return None
 
     def planned(self, plan: BucketPlan) -> None:
         """As `Feature.planned`."""
@@ -201,11 +192,23 @@ class LoopCheck(Feature):
         try:
             if record.due:
                 comparison.write(report, buffer.report, bucket)
-            elif 0 <= self._own[report] < len(buffer.params):
-                comparison.own.look_at(buffer.params[self._own[report]])
+            elif (param := self._param_in(bucket)) is not None:
+                comparison.own.look_at(param, buffer)
             record.looks = True
         except Exception as error:
             self.fail(error)
+
+    def _param_in(self, bucket: Bucket) -> Tensor | None:
+        """Return the parameter of the last bucket at whose gradient this rank looks."""
+        last = self._engine.buckets[-1]
+        if last.plan is not bucket:
+            return None  # it is one of the model before it was changed
+        if self._own[0] is not bucket:
+            plain = {str(place): param for place, param in enumerate(last.params) if has_plain_class(param)}
+            # Not the parameter: a plan that is kept for later keeps none alive.
+            self._own = bucket, int(best_of(plain)[-1][0]) if plain else -1
+        place = self._own[1]
+        return None if place < 0 else last.params[place]
 
     # --- What optimizers tell ---
 

@@ -9,6 +9,7 @@ from struct import Struct
 import torch
 from torch import Tensor
 
+from dpfuse.engine.comm_buffer import CommBuffer
 from dpfuse.engine.sample import Sample, are_comparable, sample_of, values_of
 from dpfuse.engine.streams import HostCopy
 from dpfuse.loop.stepping_optimizer import best_of
@@ -28,25 +29,28 @@ class OwnAndMean:
     """Copies some elements of a gradient before and after the average: on a GPU for a later look.
 
     Attributes:
-        look: a parameter, and what its gradient was before the average; None where nothing is looked at.
+        look: a parameter, what its gradient was before the average, and by which factor of the mean that was multiplied
+            already; None where nothing is looked at.
     """
 
     def __init__(self) -> None:
         self._param: Tensor | None = None
         self._before: Tensor | None = None
         self._copy: HostCopy | None = None  # [2, elements]
-        self.look: tuple[Tensor, Sample] | None = None
+        self.look: tuple[Tensor, Sample, float] | None = None
 
-    def look_at(self, param: Tensor) -> None:
+    def look_at(self, param: Tensor, buffer: CommBuffer) -> None:
         """Copy before the average, on a CPU, so that `was_equal` can tell. No average has written its gradient yet.
 
-        Here and in `was_equal` stands what `has_strides` asks, since each tenth step has these looks.
+        Where the gradient lies in the buffer of its bucket, it was packed there, and multiplied for the mean. Here and
+        in `was_equal` stands what `has_strides` asks, since each tenth step has these looks.
         """
         grad, self.look = param.grad, None
         if type(grad) is not Tensor or grad.layout is not torch.strided or grad.is_complex():
             return
         if param.requires_grad and grad.is_cpu and grad.numel():
-            self.look = param, sample_of(grad)
+            low, high = buffer.table.storage_range
+            self.look = param, sample_of(grad), buffer.averaging.pre_scale if low <= grad.data_ptr() < high else 1.0
 
     def was_equal(self) -> bool:
         """Whether the average that has ended left what this rank had, as if all ranks had the same gradient.
@@ -56,16 +60,18 @@ class OwnAndMean:
         look, self.look = self.look, None
         if look is None:
             return False
-        before, grad = look[1], look[0].grad
+        param, before, factor = look
+        grad = param.grad
         now = sample_of(grad) if type(grad) is Tensor and grad.layout is torch.strided else None
         if now is None or not are_comparable(before, now):
             return False
         if type(before.memory) is bytes and type(now.memory) is bytes and now.dtype is torch.float32:
             (one,), (other,) = FLOAT.unpack_from(before.memory), FLOAT.unpack_from(now.memory)
             # Nearly always the first ones differ, which takes no operation of torch. NaN is not close to anything.
-            if not abs(one - other) <= 100 * ROUNDED * abs(one):
+            if not abs(one - factor * other) <= 100 * ROUNDED * abs(one):
                 return False
         own, mean = (values_of(each).float() for each in (before, now))
+        mean = mean if factor == 1.0 else mean * factor
         largest = float(own.abs().max())
         rounded = ROUNDED_16 if now.dtype.itemsize == 2 else ROUNDED
         return 0 < largest < inf and bool((mean - own).abs().max() <= rounded * largest)

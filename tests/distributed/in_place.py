@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from time import monotonic, sleep
 from unittest import mock
 
@@ -19,13 +19,13 @@ from dpfuse.engine.torch_private import is_private
 from tests.distributed.failures.test_interruptions import Fuse
 from tests.patience import patience
 
-ALL, NONE = 1, 1 << 60  # bytes from which a gradient is large
+ALL, MATRICES, NONE = 1, 50, 1 << 60  # bytes from which a gradient is large
 
 
 @contextmanager
-def large_from(nbytes):
-    """Reduce private gradients of so many bytes in place, and copy smaller ones, as on a GPU."""
-    with mock.patch.object(in_place, "LARGE", nbytes), copied():
+def large_from(nbytes, *, copies=True):
+    """Reduce private gradients of so many bytes in place. Copy smaller ones, as on a GPU, or keep them in a buffer."""
+    with mock.patch.object(in_place, "LARGE", nbytes), copied() if copies else nullcontext():
         yield
 
 
@@ -65,15 +65,16 @@ def each_alone(module, **options):
 
 
 def twice(scenario, *args):
-    """The gradients that `scenario` returns, with all in place where they may be, and with none."""
+    """The gradients that `scenario` returns, with all in place where they may be, some beside a buffer, and none."""
     results = []
-    for threshold in (ALL, NONE):
-        with large_from(threshold):
+    for threshold in (ALL, MATRICES, NONE):
+        with large_from(threshold, copies=threshold != MATRICES):
             torch.manual_seed(0)
             results.append(scenario(*args))
-    for got, expected in zip(*results, strict=True):
-        assert (got is None) == (expected is None)
-        assert got is None or torch.equal(got, expected)
+    for *others, expected in zip(*results, strict=True):
+        for got in others:
+            assert (got is None) == (expected is None)
+            assert got is None or torch.equal(got, expected)
 
 
 def grads(module):
@@ -91,6 +92,17 @@ class Mlp(nn.Module):
     def __init__(self):
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(6, 740), nn.Tanh(), nn.Linear(740, 740), nn.Tanh(), nn.Linear(740, 3))
+
+    def forward(self, x, step):
+        return self.layers(x)
+
+
+class Mixed(nn.Module):
+    """With gradients that travel in place, that are packed as soon as they are ready, and small ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 740), nn.Linear(740, 740), nn.Tanh(), nn.Linear(740, 90))
 
     def forward(self, x, step):
         return self.layers(x)

@@ -17,7 +17,6 @@ from dpfuse.errors import DPFuseError, LoopWarning
 from dpfuse.findings import LOOP, findings
 from dpfuse.loop import input_comparison
 from dpfuse.loop.local_rest import LocalRest
-from dpfuse.loop.mean_equals_own import OwnAndMean
 from tests.loops.logs import logged
 from tests.loops.nets import batches, loss_of, mlp, train, with_sgd
 from tests.operations import Operations
@@ -281,27 +280,6 @@ def test_what_was_noted_is_still_told():
     assert said.call_count == len(caught) == 1
 
 
-@pytest.mark.parametrize(
-    ("own", "mean", "equal"),
-    [
-        ([1.0, -2.0], [1.0, -2.0], True),
-        ([1.0, -2.0], [1.0, -2.1], False),
-        ([1.0, -2.0], [-1.0, 2.0], False),
-        ([0.0, 0.0], [0.0, 0.0], False),
-        ([float("inf")], [float("inf")], False),
-        ([], [], False),
-    ],
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_mean_is_what_this_rank_has_up_to_rounding(own, mean, equal, dtype):
-    param, look = nn.Parameter(torch.tensor(own, dtype=dtype)), OwnAndMean()
-    param.grad = torch.tensor(own, dtype=dtype)
-    look.look_at(param)
-    param.grad = torch.tensor(mean, dtype=dtype)
-    assert look.was_equal() is equal
-    assert look.was_equal() is False  # once
-
-
 def test_ranks_that_seem_to_have_equal_batches_compare_them_ever_less_often(rank, size):
     """Their inputs differ in what the model does not use."""
     model = dpfuse.DataParallel(mlp())
@@ -314,6 +292,20 @@ def test_ranks_that_seem_to_have_equal_batches_compare_them_ever_less_often(rank
             optimizer.step()
             optimizer.zero_grad()
     assert 1 < compared.call_count <= 4
+
+
+@pytest.mark.parametrize("face", [dpfuse.DataParallel, dpfuse.DistributedDataParallel])
+@pytest.mark.parametrize("width", [64, 1024, 16384])
+def test_a_rank_finds_its_batch_equal_wherever_its_gradient_is_packed(rank, size, face, width):
+    """With its bucket, or as soon as it is ready; from 2 MB on, private ones travel in their own memory."""
+    model = face(nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, width)))
+    question = model._sync.loop._batches.question
+    with mock.patch.object(question, "answer", wraps=question.answer) as compared:
+        for step in range(32):
+            torch.manual_seed(step)
+            model(torch.cat([torch.randn(4, 8), torch.full((1, 8), rank)]))[:-1].square().mean().backward()
+            model.zero_grad()
+    assert compared.call_count == 1
 
 
 def test_rates_of_layers_of_a_rank_alone_are_its_own(rank, size):

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import dpfuse
-from dpfuse.engine.delivery import RenewedViews
+from dpfuse.engine.delivery import Private, RenewedViews
 from dpfuse.engine.renewed_memory import RenewedMemory
 
 pytestmark = pytest.mark.usefixtures("group")
@@ -140,6 +140,8 @@ def test_gradients_that_travel_in_place_do_not_lie_in_the_buffer():
     for buffer in buffers:
         low, high = buffer.table.storage_range
         assert all(low <= param.grad.data_ptr() < high for param in buffer.params)
+    kinds = {bool(bucket.parts.buffer.params): type(bucket.parts.delivery) for bucket in model.reducer.buckets}
+    assert kinds == {True: RenewedViews, False: Private}
 
 
 @pytest.mark.parametrize("width", [SMALL, LARGE])
@@ -260,17 +262,18 @@ def test_gradients_are_ordinary_tensors():
     assert second._version == version, "a graph that saved one gradient does not mind writes to another"
 
 
-def test_without_memory_for_a_new_buffer_the_backward_fails_and_the_next_one_works(monkeypatch):
-    model = trained(SMALL)
-    held = model.module[0].weight.grad
+@pytest.mark.parametrize("width", [SMALL, HUGE])
+def test_without_memory_for_a_new_buffer_the_backward_fails_and_the_next_one_works(width, monkeypatch):
+    model = trained(width)
+    held = model.module[2].bias.grad
     buffer = model.reducer.buckets[0].parts.buffer
     model.zero_grad()
     with monkeypatch.context() as patch:
         patch.setattr(type(buffer), "renew", lambda buffer: (_ for _ in ()).throw(RuntimeError("no memory is left")))
         with pytest.raises(dpfuse.DPFuseError, match="no memory is left"):
-            model(torch.ones(2, SMALL)).sum().backward()
-    theirs = trained(SMALL, TorchDDP)
+            model(torch.ones(2, width)).sum().backward()
+    theirs = trained(width, TorchDDP)
     for one in (model, theirs):
-        backward(one, SMALL, 5)
+        backward(one, width, 5)
     assert_alike(model, theirs)
     del held

@@ -108,7 +108,7 @@ class InPlace(Exchange):
     def multiply_buffer(self) -> None:
         """Multiply the buffer, too, if the group can: then all gradients are one call of the group.
 
-        The buffer must have nothing but gradients, and no step may use what is packed there.
+        The buffer must have nothing but gradients, none may be packed early, and no step may use what is packed there.
         """
         self.multiplies_buffer = self._can_multiply
 
@@ -290,7 +290,7 @@ class _GradientInPlace:
         try:
             self.flat = self._table_for_copy().flat.zero_()
         except Exception:  # there is no memory for a copy; the gradient is lost anyway
-            if not self.in_place:
+            if not self.in_place or self.flat is self._nothing:  # as before it was taken
                 raise
             self.flat.zero_()
         self._taken, self.in_place = None, False
@@ -327,6 +327,7 @@ class _GradientInPlace:
         """Drop the references to what was taken."""
         self._taken, self.flat = None, self._nothing
 
+    @torch.inference_mode(False)  # what is made there cannot be written outside of it
     def _table_for_copy(self) -> PointerTable:
         if self._copy is None:
             flat = torch.zeros(self._numel, dtype=self._dtype, device=self._device)

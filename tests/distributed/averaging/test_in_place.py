@@ -22,7 +22,9 @@ from dpfuse.engine.exchanges import in_place as in_place_exchange
 from dpfuse.engine.exchanges.in_place import InPlace
 from tests.distributed.in_place import (
     ALL,
+    MATRICES,
     NONE,
+    Mixed,
     Mlp,
     Net,
     Tied,
@@ -67,12 +69,12 @@ class SometimesUnused(nn.Module):
         return self.sides[step % 2](torch.tanh(self.body(x)))  # nobody uses the third
 
 
-def beside_ddp(rank, size, build, dtype, threshold, set_to_none, steps=6):
+def beside_ddp(rank, size, build, dtype, threshold, set_to_none, steps=6, copies=True):
     torch.manual_seed(0)
     bare = build().to(dtype)
     in_place = threshold != NONE
     kept = []
-    with large_from(threshold):
+    with large_from(threshold, copies=copies):
         options = {"find_unused_parameters": build is SometimesUnused}
         ours = dpfuse.DistributedDataParallel(copy.deepcopy(bare), **options)
         theirs = DistributedDataParallel(copy.deepcopy(bare), **options)
@@ -80,7 +82,8 @@ def beside_ddp(rank, size, build, dtype, threshold, set_to_none, steps=6):
         for step in range(steps):
             for model, optimizer in zip((ours, theirs), optimizers, strict=True):
                 optimizer.zero_grad(set_to_none=set_to_none)
-                let_go(ours)  # gradients that were handed out are the parameter's alone, too
+                if copies:
+                    let_go(ours)  # gradients that were handed out are the parameter's alone, too
                 model(batch(rank, step, dtype=dtype), step + rank).square().mean().backward()
             for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
                 assert (one.grad is None) == (other.grad is None)
@@ -106,6 +109,13 @@ def beside_ddp(rank, size, build, dtype, threshold, set_to_none, steps=6):
 def test_gradients_are_bitwise_those_of_ddp(ranks, build, set_to_none):
     threshold = in_place_exchange.LARGE if build in (Mlp, Checkpointed) else ALL
     ranks(beside_ddp, build, torch.float32, threshold, set_to_none)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize(("build", "threshold"), [(Mixed, in_place_exchange.LARGE), (SometimesUnused, MATRICES)])
+@pytest.mark.parametrize("size", [2, 3])
+def test_so_are_those_beside_smaller_ones_that_lie_in_the_buffer(ranks, size, build, threshold, set_to_none):
+    ranks(beside_ddp, build, torch.float32, threshold, set_to_none, 6, False, size=size)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])

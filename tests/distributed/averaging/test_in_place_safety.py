@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -10,7 +11,9 @@ import torch
 from torch import nn
 
 import dpfuse
+from dpfuse.engine.exchanges.in_place import _GradientInPlace
 from tests.distributed.in_place import (
+    ALL,
     Mlp,
     Net,
     Shared,
@@ -18,6 +21,7 @@ from tests.distributed.in_place import (
     batch,
     each_alone,
     grads,
+    large_from,
     mean_over_ranks,
     right_steps,
     twice,
@@ -312,3 +316,40 @@ def changed_on_one_rank(rank, size):
 
 def test_a_rank_whose_model_changed_touches_no_gradient(ranks):
     ranks(with_all_large, changed_on_one_rank)
+
+
+class OftenUsed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.always, self.often = nn.Linear(6, 3), nn.Linear(6, 3)
+
+    def forward(self, x, uses=True):
+        return self.always(x) + self.often(x) if uses else self.always(x)
+
+
+def test_a_copy_that_was_made_in_inference_mode_is_written_outside_of_it(rank, size):
+    with large_from(ALL):
+        model = each_alone(OftenUsed(), find_unused_parameters=True)
+        for step in range(5):
+            model.zero_grad()
+            loss = model(batch(rank, step), step < 4).sum()
+            with torch.inference_mode(step == 3):
+                loss.backward()
+            expected = sum(batch(other, step).sum(0) for other in range(size)) / size
+            torch.testing.assert_close(model.module.always.weight.grad.clone(), expected.expand(3, 6))
+        assert model.module.often.weight.grad is None
+
+
+def test_without_memory_for_a_copy_nothing_is_sent_in_its_place(rank, size):
+    """The peers wait until there is memory. They would fail if they got fewer elements than they send."""
+    with large_from(ALL):
+        model = each_alone(nn.Linear(6, 3))
+        for step in range(3):
+            model.zero_grad()
+            model(batch(rank, step)).sum().backward()
+        exchange = model.reducer.buckets[0].parts.exchange
+        full = mock.patch.object(_GradientInPlace, "_table_for_copy", side_effect=RuntimeError("no memory is left"))
+        with full, pytest.raises(RuntimeError, match="no memory is left"):
+            exchange.empty(0.5)
+        exchange.empty(0.5)
+        assert [flat.tolist() for flat in exchange.tensors(torch.empty(0))] in ([[0.0] * 18], [[0.0] * 3])
