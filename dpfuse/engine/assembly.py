@@ -66,6 +66,7 @@ class Assembly:
     hook: CommHook | None = None
     make_report: Callable[[int, torch.dtype, torch.device], Report] | None = None
 
+    @torch.inference_mode(False)  # of the program: what is made there cannot be written outside of it
     def make(
         self,
         plan: BucketPlan,
@@ -204,33 +205,41 @@ class _OneBucket:
         self.device = torch.device(self.plan.device)
         self.writers = writers_on(self.device)
         packs = self.report is not None or not all(feature.eager for feature in self.assembly.features)
-        self.outside = places_in_place(self.plan, self.averaging, self.assembly.group, packs=packs)
+        # Of gradients that travel in their own memory, if the exchange can do that; the others lie inside the buffer.
+        self.places = places_in_place(self.plan, self.averaging, self.assembly.group, packs=packs)
         self.traits = self._traits()
+        self.exchange = part_for(EXCHANGES, self.traits)
+        if self.exchange is not InPlace:
+            self.places = []
+        self.inside, self.params_inside, self.names_inside = InPlace.others(
+            self.plan, self.params, self.names, self.places
+        )
+        if self.inside.slots and fits(RENEWED, self.traits):
+            self.traits.add(Trait.RENEWED)
+        if not Eager.suits(self.inside, self.averaging.dtype):
+            self.traits.discard(Trait.SINGLY)
 
     def made(self) -> GradBucket:
         """Return the bucket."""
-        kind = part_for(EXCHANGES, self.traits)
-        places = self.outside if kind is InPlace else []
-        inside, params, names = InPlace.others(self.plan, self.params, self.names, places)
-        buffer = self._buffer(inside, params, names)
+        buffer = self._buffer()
         subtrees = self._subtrees(buffer) if Trait.MICRO_BATCHES in self.traits and not self.plan.sparse else None
-        exchange = self._exchange(kind, buffer, places, subtrees)
+        exchange = self._exchange(buffer, subtrees)
         hooks = Hooks(buffer.params)
         memory = RenewedMemory(buffer) if Trait.RENEWED in self.traits else None
-        feed = self._feed(inside, buffer, hooks, memory, subtrees)
+        feed = self._feed(buffer, hooks, memory, subtrees)
         delivery = self._delivery(buffer, hooks, memory)
         parts = self.making.parts(self.order, self.plan, buffer, feed, exchange, delivery, self.report, self.writers)
         return GradBucket(self.plan, self.params, parts, self.assembly.around, self.label)
 
     def _traits(self) -> set[Trait]:
-        """Return what is known of the bucket before it is made."""
+        """Return what is known of the bucket before it is known what lies inside its buffer."""
         assembly, settings, plan, wire = self.assembly, self.assembly.settings, self.plan, self.averaging.dtype
         side, features = self.making.side, assembly.features
         found = {
             Trait.SPARSE: plan.sparse,
             Trait.COMPLEX: plan.dtype.startswith("complex"),
             Trait.DTENSOR: any(type(param) is LocalPart for param in self.params),
-            Trait.IN_PLACE: bool(self.outside),
+            Trait.IN_PLACE: bool(self.places),
             Trait.OWN_DTYPE: wire == real_dtype(plan.dtype),
             Trait.REPORT: self.report is not None,
             Trait.HOOK: assembly.hook is not None,
@@ -243,11 +252,9 @@ class _OneBucket:
             Trait.REGISTERED: settings.registered,
             Trait.COUNTED: side is None and self.device.type == "cpu" and assembly.overlaps and COUNTS_REFERENCES,
             Trait.ON_STREAMS: side is not None,
-            Trait.SINGLY: assembly.overlaps and all(each.eager for each in features) and Eager.suits(plan, wire),
+            Trait.SINGLY: assembly.overlaps and all(each.eager for each in features),
         }
-        traits = {trait for trait, has in found.items() if has}
-        some_inside = len(self.outside) < len(plan.slots) or part_for(EXCHANGES, traits) is not InPlace
-        return traits | {Trait.RENEWED} if some_inside and fits(RENEWED, traits) else traits
+        return {trait for trait, has in found.items() if has}
 
     def _format(self) -> Format:
         """Return how gradients lie in the buffer."""
@@ -264,8 +271,9 @@ class _OneBucket:
             return divided
         return OrderedParts(assembly.group.size()) if Trait.ORDERED in self.traits else PLAIN
 
-    def _buffer(self, inside: Bucket, params: list[Tensor], names: list[str]) -> CommBuffer:
+    def _buffer(self) -> CommBuffer:
         """Make the buffer of the gradients that do not travel in place, or take that of a bucket before."""
+        inside, params, names = self.inside, self.params_inside, self.names_inside
         if inside.sparse:  # rows travel elsewhere
             inside, params, names = replace(inside, params=(), slots=(), numel=0, cap=None), [], []
         room = 0 if self.report is None else self.report.numel
@@ -295,8 +303,8 @@ class _OneBucket:
         rank, zeros = self.assembly.group.rank(), zeros_on(self.plan.device)
         return Subtrees(deal, rank, buffer.flat.numel(), slots, dtype, zeros)
 
-    def _exchange(self, kind: type, buffer: CommBuffer, places: list[int], subtrees: Subtrees | None) -> Exchange:
-        assembly, group, plan = self.assembly, self.assembly.group, self.plan
+    def _exchange(self, buffer: CommBuffer, subtrees: Subtrees | None) -> Exchange:
+        assembly, group, plan, kind = self.assembly, self.assembly.group, self.plan, self.exchange
         if assembly.hook is not None:
             hooked = group, assembly.hook, buffer, self.order
             is_last = self.order == len(self.making.plan.buckets) - 1
@@ -313,7 +321,7 @@ class _OneBucket:
             assert isinstance(buffer.format, (OrderedParts, Blocks))
             exchange = OrderedSum(group, buffer.format, self._rounding(buffer))
         elif kind is InPlace:
-            exchange = InPlace(group, plan, self.params, self.names, places)
+            exchange = InPlace(group, plan, self.params, self.names, self.places)
         else:
             exchange = AllReduce(group, self.device)
         for feature in assembly.features:
@@ -324,21 +332,14 @@ class _OneBucket:
         found = (each.rounding(self.order, self.plan, buffer) for each in self.assembly.features)
         return next((one for one in found if one is not None), None)
 
-    def _feed(
-        self,
-        inside: Bucket,
-        buffer: CommBuffer,
-        hooks: Hooks,
-        memory: RenewedMemory | None,
-        subtrees: Subtrees | None,
-    ) -> Feed:
+    def _feed(self, buffer: CommBuffer, hooks: Hooks, memory: RenewedMemory | None, subtrees: Subtrees | None) -> Feed:
         kind = part_for(FEEDS, self.traits)
         if subtrees is not None:
             return TreeSums(buffer, subtrees, hooks, self.writers, self.label)
         if kind is Accumulating:
             return Accumulating(buffer, hooks, self.writers, self.label)
-        if kind is Eager and Eager.suits(inside, self.averaging.dtype):
-            return Eager(inside, buffer, hooks, memory)
+        if kind is Eager:
+            return Eager(self.inside, buffer, hooks, memory)
         return AtOnce(buffer)
 
     def _delivery(self, buffer: CommBuffer, hooks: Hooks, memory: RenewedMemory | None) -> Delivery:

@@ -42,8 +42,8 @@ class Trait(Enum):
     REGISTERED = auto()  # the buffer lies in memory that the group has registered
     COUNTED = auto()  # on a CPU, where references tell whether a program holds a gradient
     ON_STREAMS = auto()  # collectives run on streams of a device while backward goes on
-    RENEWED = auto()  # private gradients lie in the buffer
-    SINGLY = auto()  # no feature must see all gradients at once, and backward goes on while buckets travel
+    RENEWED = auto()  # private gradients lie in the buffer; not where all of them travel in their own memory
+    SINGLY = auto()  # some are large enough to be packed alone, and no feature must see all of them at once
 
 
 @dataclass(frozen=True)

@@ -110,6 +110,7 @@ class RenewedMemory:
             if grad is None or grad.data_ptr() != address
         ]
 
+    @torch.inference_mode(False)  # what is made there cannot be written outside of it
     def _renew(self) -> None:
         """Give the buffer new memory."""
         self.buffer.renew()
@@ -124,7 +125,6 @@ class RenewedMemory:
             self.gradients[place] = fresh[place].data
         self._transposed = TransposeCheck(self.gradients)
 
-    @torch.inference_mode(False)
     def _note(self) -> None:
         """Make gradients in memory that no program knows yet, and count the references to them."""
         # The alias has a storage of its own, so that other aliases that dpfuse makes of the buffer do not count. The

@@ -36,10 +36,10 @@ class ReportFormat:
     Attributes:
         fields, questions: those of the layout.
         names: of what ranks compare, in the order of their numbers.
-        rank: the place, among the pairs, of the number of a rank.
+        rank: the place of the number of a rank, counted in pairs.
         states: how many elements have the pairs in which a difference is a failure. They are the first.
         told: how many elements have these and the bits that features compare.
-        params: the place of the first parameter.
+        params: the place of the first parameter, counted in elements.
         numel: the number of elements.
     """
 
@@ -79,7 +79,7 @@ class ReportFormat:
         return [*self.pairs(values), *nothing, *[1.0] * (self.numel - self.params)]
 
     def pairs(self, values: Sequence[object]) -> list[float]:
-        """Return the first elements of a rank that has not failed, up to those of its number.
+        """Return the first elements of a rank that has not failed, up to those of the rank's number.
 
         Args:
             values: the number of each field, whether the rank asks each question, whether its numbers are compared, and

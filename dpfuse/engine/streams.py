@@ -41,7 +41,8 @@ class HostCopy:
         self.late = values.is_cuda
         self._event: torch.cuda.Event | None = None
         self._outlives = False
-        self.arriving = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=self.late)
+        with torch.inference_mode(False):  # what is made there cannot be written outside of it
+            self.arriving = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=self.late)
         self._streams = CudaStreams(values.device)  # not always the current device
         self.take(values)
 
@@ -91,7 +92,7 @@ class WritingStreams:
         # Each call of `current_stream` makes a new object; to get the handle alone takes a tenth of the time.
         handle_of: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
 
-        def mark_ready(param: Any) -> None:  # of each gradient
+        def mark_ready(param: Any) -> None:  # called for each gradient
             if not is_compiling():  # what compiled autograd traces runs on one stream
                 noted[handle_of(index)] = None
             marker(param)

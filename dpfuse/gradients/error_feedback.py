@@ -203,7 +203,8 @@ class _Residual(PackStep):
         self._packed = True
         if self._flat is None:
             numel = table.elements if isinstance(table, MxTable) else table.flat.numel()
-            self._flat = torch.zeros(numel, device=table.flat.device)
+            with torch.inference_mode(False):  # what is made there cannot be written outside of it
+                self._flat = torch.zeros(numel, device=table.flat.device)
             self._views = [
                 self._flat.as_strided(slot.shape, slot.stride, slot.offset) for slot in table.slots[: len(self._names)]
             ]

@@ -201,11 +201,8 @@ class LoopCheck(Feature):
     def _param_in(self, bucket: Bucket) -> Tensor | None:
         """Return the parameter of the last bucket at whose gradient this rank looks."""
         last = self._engine.buckets[-1]
-        if last.plan is not bucket:
-            return None  # it is one of the model before it was changed
         if self._own[0] is not bucket:
             plain = {str(place): param for place, param in enumerate(last.params) if has_plain_class(param)}
-            # Not the parameter: a plan that is kept for later keeps none alive.
             self._own = bucket, int(best_of(plain)[-1][0]) if plain else -1
         place = self._own[1]
         return None if place < 0 else last.params[place]

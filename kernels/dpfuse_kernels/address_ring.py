@@ -177,8 +177,9 @@ class AddressRing:
         free = [entry for entry in self._entries if not entry.captured]
         if len(free) < ENTRIES:
             pinned = self._device.type == "cuda"
-            host = torch.empty(self._count, dtype=torch.int64, pin_memory=pinned, device="cpu")
-            return Entry(host, torch.empty(self._count, dtype=torch.int64, device=self._device))
+            with torch.inference_mode(False):  # what is made there cannot be written outside of it
+                host = torch.empty(self._count, dtype=torch.int64, pin_memory=pinned, device="cpu")
+                return Entry(host, torch.empty(self._count, dtype=torch.int64, device=self._device))
         oldest = free[0]
         self._entries.remove(oldest)
         self._streams.synchronize(oldest.uploaded)

@@ -197,7 +197,8 @@ class BitHashTable:
     @cached_property
     def state(self) -> Tensor:
         """What a launch adds up: a sum and a count, [2] int32, on the device."""
-        return torch.zeros(2, dtype=torch.int32, device=self.device)
+        with torch.inference_mode(False):  # what is made there cannot be written outside of it
+            return torch.zeros(2, dtype=torch.int32, device=self.device)
 
     def addresses(self, group: int, tensors: Mapping[int, Tensor]) -> list[int]:
         """Return the addresses of all tensors, those of a group as they are now; 0 where there is none.

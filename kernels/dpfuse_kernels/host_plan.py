@@ -162,7 +162,8 @@ class HostPlan:
     def _stage_of(self, table: Layout) -> tuple[Layout, HostPlan]:
         """Return the same layout over a separate buffer in the compute dtype, and its plan."""
         if self._stage is None:
-            flat = torch.zeros_like(table.flat, dtype=table.compute_dtype)
+            with torch.inference_mode(False):  # what is made there cannot be written outside of it
+                flat = torch.zeros_like(table.flat, dtype=table.compute_dtype)
             stage = Layout(flat, table.slots, table.dtype)
             self._stage = stage, HostPlan(stage)
         return self._stage
@@ -258,7 +259,8 @@ class HostPlan:
     def _scratch_of(self, table: Layout) -> list[Tensor]:
         """Return for each stretch a buffer of the tensors' dtype. It starts as zeros, so that padding holds numbers."""
         if self._scratch is None:
-            scratch = [torch.zeros_like(stretch.flat, dtype=table.dtype) for stretch in self._stretches]
+            with torch.inference_mode(False):  # what is made there cannot be written outside of it
+                scratch = [torch.zeros_like(stretch.flat, dtype=table.dtype) for stretch in self._stretches]
             views: list[Tensor | None] = [None] * len(table.slots)
             for stretch, stage in zip(self._stretches, scratch, strict=True):
                 for i in stretch.indices:

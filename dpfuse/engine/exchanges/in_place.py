@@ -290,7 +290,7 @@ class _GradientInPlace:
         try:
             self.flat = self._table_for_copy().flat.zero_()
         except Exception:  # there is no memory for a copy; the gradient is lost anyway
-            if not self.in_place or self.flat is self._nothing:  # as before it was taken
+            if not self.in_place or self.flat is self._nothing:  # it was in the backward before
                 raise
             self.flat.zero_()
         self._taken, self.in_place = None, False
@@ -327,11 +327,11 @@ class _GradientInPlace:
         """Drop the references to what was taken."""
         self._taken, self.flat = None, self._nothing
 
-    @torch.inference_mode(False)  # what is made there cannot be written outside of it
     def _table_for_copy(self) -> PointerTable:
         if self._copy is None:
-            flat = torch.zeros(self._numel, dtype=self._dtype, device=self._device)
-            self._copy = PointerTable(flat, [self._slot], self._dtype)
+            with torch.inference_mode(False):  # what is made there cannot be written outside of it
+                flat = torch.zeros(self._numel, dtype=self._dtype, device=self._device)
+                self._copy = PointerTable(flat, [self._slot], self._dtype)
         return self._copy
 
     def _has_planned_layout(self, grad: Tensor) -> bool:

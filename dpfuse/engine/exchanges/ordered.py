@@ -121,7 +121,8 @@ class OrderedSum(Exchange):
 
     def start(self, flat: Tensor) -> dist.Work:
         if self._parts is None:
-            self._parts = torch.empty_like(flat)
+            with torch.inference_mode(False):  # what is made there cannot be written outside of it
+                self._parts = torch.empty_like(flat)
             self._stream = new_stream(flat.device)
         return StagedWork(self._stages(flat, self._parts), 2)
 
