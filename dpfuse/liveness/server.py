@@ -129,7 +129,7 @@ class HeartbeatServer(Heartbeat):
                         peer.asks = True
                         for other, one in list(self._peers.items()):
                             if one.end is not None:
-                                self._send(peer, self._end_message(other, one))
+                                self._send(peer, _end_message(other, one, one.end, one.ended))
                     case ["end", int(kind), str(error), bool(secondary), parts] if len(error) <= MAX_TEXT:
                         peer.status, peer.heard = Status.from_message(parts), monotonic()
                         self._note_end(rank, peer, End(EndKind(kind), printable(error), secondary))
@@ -155,19 +155,15 @@ class HeartbeatServer(Heartbeat):
     def _note_end(self, rank: int, peer: _Peer, end: End) -> None:
         if peer.end is not None:
             return
-        peer.end, peer.ended = end, monotonic()
-        message = self._end_message(rank, peer)
+        ended = monotonic()
+        message = _end_message(rank, peer, end, ended)
         self._failures += end.failed
         for other in list(self._peers.values()):
             if other.asks or (end.failed and self._failures <= MAX_FAILURES):
                 self._send(other, message)
+        # Last: once the thread that trains knows of it, it may end this process, and the others would not know why.
+        peer.end, peer.ended = end, ended
         self._requests.notify()
-
-    def _end_message(self, rank: int, peer: _Peer) -> list[Any]:
-        assert peer.end is not None
-        status = None if peer.status is None else peer.status.message()
-        times = [round(monotonic() - peer.ended, 2), round(peer.ended - peer.heard, 2)]
-        return ["end", rank, int(peer.end.kind), peer.end.error, peer.end.secondary, *times, status]
 
     def _send(self, peer: _Peer, message: Any) -> None:
         if peer.connection is not None:
@@ -241,3 +237,9 @@ class HeartbeatServer(Heartbeat):
                 end = replace(peer.end, ago=now - peer.ended)
                 states[rank] = RankState(peer.status, peer.ended - peer.heard, end)
         return states
+
+
+def _end_message(rank: int, peer: _Peer, end: End, ended: float) -> list[Any]:
+    status = None if peer.status is None else peer.status.message()
+    times = [round(monotonic() - ended, 2), round(ended - peer.heard, 2)]
+    return ["end", rank, int(end.kind), end.error, end.secondary, *times, status]

@@ -144,11 +144,25 @@ def test_the_server_knows_where_every_rank_is(job):
 def test_an_error_reaches_every_rank(job):
     job.beats[1].announce(end_with(ValueError("planted")))
     job.beats[1].stop()
-    until(lambda: job.state(2, 1) is not None)
+    until(lambda: job.state(2, 1) is not None and job.state(0, 1).end is not None)
     for rank in (0, 2):
         end = job.state(rank, 1).end
         assert (end.kind, end.error, end.secondary) == (EndKind.FAILED, "ValueError: planted", False)
         assert job.boards[rank].heartbeat.explain().ranks == (1,)
+
+
+def test_the_other_ranks_are_told_of_an_end_before_the_first_one_raises_and_may_be_gone(job, monkeypatch):
+    known = []
+
+    def send(peer, message, send=job.server._send):
+        known.append((message[0], job.server._knows_cause()))
+        send(peer, message)
+
+    monkeypatch.setattr(job.server, "_send", send)
+    job.beats[1].announce(end_with(ValueError("planted")))
+    until(lambda: job.state(2, 1) is not None and job.state(0, 1).end is not None)
+    assert ("end", False) in known
+    assert ("end", True) not in known
 
 
 def test_an_error_of_the_server_reaches_every_rank(job):
