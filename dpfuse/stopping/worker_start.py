@@ -33,6 +33,7 @@ class WorkerStart:
 
     def __init__(self, numbers: Collection[int], init: Callable[[int], Any] | None) -> None:
         self._numbers, self._init = numbers, init
+        self._loader = os.getpid()
         self._parent = 0
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -52,6 +53,17 @@ class WorkerStart:
     def _hear(self, number: int, frame: FrameType | None) -> None:
         # Under "forkserver" the server is the parent for the system, and another process for multiprocessing.
         parent = multiprocessing.parent_process()
-        if os.getppid() != self._parent or (parent is not None and not parent.is_alive()):
+        has_parent = os.getppid() == self._parent and (parent is None or parent.is_alive())
+        if not (has_parent and _exists(self._loader)):  # it may have ended before this worker began
             signal.signal(number, signal.SIG_DFL)  # no loader is left that could end this worker
             os.kill(os.getpid(), number)
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
