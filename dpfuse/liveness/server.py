@@ -162,7 +162,7 @@ class HeartbeatServer(Heartbeat):
             if other.asks or (end.failed and self._failures <= MAX_FAILURES):
                 self._send(other, message)
         # Last: once the thread that trains knows of it, it may end this process, and the others would not know why.
-        peer.end, peer.ended = end, ended
+        peer.ended, peer.end = ended, end
         self._requests.notify()
 
     def _send(self, peer: _Peer, message: Any) -> None:

@@ -54,7 +54,7 @@ class WorkerStart:
         # Under "forkserver" the server is the parent for the system, and another process for multiprocessing.
         parent = multiprocessing.parent_process()
         has_parent = os.getppid() == self._parent and (parent is None or parent.is_alive())
-        if not (has_parent and _exists(self._loader)):  # it may have ended before this worker began
+        if not (has_parent and _exists(self._loader)):  # the loader may have ended before this worker began
             signal.signal(number, signal.SIG_DFL)  # no loader is left that could end this worker
             os.kill(os.getpid(), number)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import signal
@@ -16,6 +17,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import dpfuse
+from dpfuse.stopping.worker_start import WorkerStart
 from tests.distributed.processes import SCRIPTS, all_gone, clean_environment, pids_in, run
 from tests.patience import patience
 
@@ -126,6 +128,24 @@ def test_a_worker_that_is_killed_is_an_error_of_torch() -> None:
         with pytest.raises(RuntimeError, match=r"DataLoader worker \(pid.*is killed by signal"):
             os.kill(pids_of(batches)[0], signal.SIGKILL)
             time.sleep(30)
+
+
+@pytest.mark.parametrize("loader_lives", [True, False])
+def test_a_worker_that_began_after_its_program_had_ended_ends_on_the_signal(loader_lives: bool) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+
+    def work() -> None:
+        start = WorkerStart([TERM], None)
+        start._loader = os.getppid() if loader_lives else ended.pid
+        start(0)
+        os.kill(os.getpid(), TERM)
+        os._exit(0)
+
+    worker = multiprocessing.get_context("fork").Process(target=work)
+    worker.start()
+    worker.join(patience(20))
+    assert worker.exitcode == (0 if loader_lives else -TERM)
 
 
 PROGRAM = """
