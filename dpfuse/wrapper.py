@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary, finalize
+from weakref import WeakKeyDictionary, finalize, ref
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from dpfuse.engine.plan import MB, BucketPlan
 from dpfuse.engine.reducer import Reducer
 from dpfuse.engine.send_order import complete_failed
 from dpfuse.engine.sync_decision import NEVER
-from dpfuse.engine.torch_private import inside_compiled, leave_untraced, set_tracer, uncompiled
+from dpfuse.engine.torch_private import ended_early, inside_compiled, leave_untraced, set_tracer, uncompiled
 from dpfuse.engine.user_line import warn_at_user
 from dpfuse.errors import DPFuseError
 from dpfuse.exclusions import refuse
@@ -181,8 +181,9 @@ class SyncedModule(nn.Module):
         if log.isEnabledFor(logging.INFO):  # the table takes time to make
             rank, count = group.rank(), len(plan.buckets)
             log.info("rank %d: %d buckets to start with\n%s", rank, count, plan.explain(), extra={"rank": rank})
-        # The hooks live on the parameters, which may outlive the wrapper and be wrapped again.
-        self._finalizer = finalize(self, self._sync.remove_hooks)
+        # The hooks live on the parameters, which may outlive the wrapper and be wrapped again. Where the garbage
+        # collector frees the synchronisation as well, `ReadyHooks` takes them off.
+        self._finalizer = finalize(self, _remove_hooks, ref(self._sync))
         self._finalizer.atexit = False
         if fresh and os.environ.get(TRACE):
             from dpfuse.trace.process_trace import process_tracer
@@ -236,7 +237,7 @@ class SyncedModule(nn.Module):
         except BaseException as error:
             set_tracer(tracer)
             sync.forward_failed()
-            if isinstance(error, Exception):
+            if isinstance(error, Exception) and not ended_early(error):
                 sync.grads.track.failed(error, sync.grads.completed)
             raise
 
@@ -809,6 +810,13 @@ class SyncedModule(nn.Module):
         abilities = abilities_of(group, torch.device(self.bucket_plan.buckets[0].device))
         backend = f"{backend_of(group)} ({abilities})" if any(abilities) else backend_of(group)
         return f"rank={group.rank()}, world_size={group.size()}, backend={backend}, buckets=[{buckets}] MB"
+
+
+def _remove_hooks(known: ref[ModuleSync]) -> None:
+    """Take the hooks off the parameters of a wrapper that is freed, or lets go of its synchronisation."""
+    sync = known()
+    if sync is not None:
+        sync.remove_hooks()
 
 
 def _refuse_no_sync(sync: ModuleSync, what: str) -> None:

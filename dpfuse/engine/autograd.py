@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import count
 from time import monotonic, sleep
@@ -20,6 +20,7 @@ from dpfuse.engine.feature import ReadyRecorder
 from dpfuse.engine.inner_tensors import has_memory
 from dpfuse.engine.local_part import LocalPart, leaf_of
 from dpfuse.engine.ready import ReadyHook
+from dpfuse.engine.shared_params import look_again, shared
 from dpfuse.engine.torch_private import (
     EndOfCompiledBackward,
     call_last,
@@ -37,6 +38,7 @@ __all__ = [
     "BackwardWatch",
     "Reached",
     "ReadyHooks",
+    "averaged_elsewhere",
     "backward_is_nested",
     "backward_runs",
     "hooks_on",
@@ -65,6 +67,7 @@ class ReadyHooks:
     Attributes:
         alone: as given.
         recorder: notes when each gradient is ready; the hooks that are installed from then on tell it.
+        handles: of the hooks, by the id of their parameter, which `_params` keeps alive. They lead to nothing.
     """
 
     def __init__(self, alone: bool) -> None:
@@ -72,16 +75,20 @@ class ReadyHooks:
         self.recorder: ReadyRecorder | None = None
         self._planned: Sequence[Tensor] = ()
         self._params: Sequence[Tensor] = ()  # the leaves of the planned ones
-        self._handles: dict[int, RemovableHandle] = {}  # by id of the parameter, which `_params` keeps alive
+        self.handles: dict[int, RemovableHandle] = {}
         _all_hooks.add(self)
+        # The parameters may live on, also where a wrapper could not be made. What is kept here leads to no module: it
+        # may lead to its wrapper, and nothing of both would ever be freed.
+        weakref.finalize(self, _take_off, self.handles).atexit = False
 
     def put_on(self, params: Sequence[Tensor]) -> None:
         """Use these parameters from now on: `install` puts hooks on them. Remove the hooks of other parameters."""
         self._planned, self._params = params, list(map(leaf_of, params))
         kept = set(map(id, self._params))
-        for key in [key for key in self._handles if key not in kept]:
-            self._handles.pop(key).remove()
+        for key in [key for key in self.handles if key not in kept]:
+            self.handles.pop(key).remove()
         self.restore()
+        _look_for_shared()
 
     def restore(self) -> None:
         """Have torch call the hooks of all parameters. A swap of two tensors takes them along with the memory."""
@@ -101,10 +108,10 @@ class ReadyHooks:
                 hook = planned.calling(hook)
             elif not has_memory(param):
                 hook = _with_dense_gradient(hook)
-            handle = self._handles.get(id(param))
+            handle = self.handles.get(id(param))
             installed = None if handle is None else handle.hooks_dict_ref()
             if handle is None or installed is None or handle.id not in installed:
-                self._handles[id(param)] = _register(param, hook)
+                self.handles[id(param)] = _register(param, hook)
             else:
                 installed[handle.id] = hook
 
@@ -115,7 +122,7 @@ class ReadyHooks:
             Whether that was the order already. If not, a backward that calls them now keeps the order before.
         """
         leaf = leaf_of(param)
-        hooks, own = hook_tables(leaf)[1], self._handles.get(id(leaf))
+        hooks, own = hook_tables(leaf)[1], self.handles.get(id(leaf))
         if own is None or next(reversed(hooks)) == own.id:
             return True
         keys, ready = [*hooks], ready_keys(leaf)
@@ -127,10 +134,8 @@ class ReadyHooks:
 
     def remove(self) -> None:
         """Remove all hooks from the parameters."""
-        for handle in self._handles.values():
-            handle.remove()
-        self._handles = {}
         self._planned = self._params = ()
+        _take_off(self.handles)
 
     def any_on(self, leaves: Collection[int]) -> bool:
         """Whether one of these hooks is on one of these leaves, given by their ids."""
@@ -138,12 +143,11 @@ class ReadyHooks:
 
     def is_on(self, param: Tensor) -> bool:
         """Whether one of these hooks is on `param`."""
-        handle = self._handles.get(id(param))
-        return handle is not None and any(param is other for other in self._params)
+        return id(param) in self.handles  # `_params` keeps it alive
 
     def key_on(self, param: Tensor) -> int | None:
         """Return the key of the hook on `param` in torch's table; None if there is none."""
-        handle = self._handles.get(id(param))
+        handle = self.handles.get(id(param))
         return None if handle is None else handle.id
 
 
@@ -188,6 +192,18 @@ def ready_keys(param: Tensor) -> set[int]:
 
 
 _all_hooks: weakref.WeakSet[ReadyHooks] = weakref.WeakSet()
+
+
+def _take_off(handles: dict[int, RemovableHandle]) -> None:
+    """Take the hooks with these handles off their parameters, and forget them."""
+    for handle in handles.values():
+        handle.remove()
+    handles.clear()
+    _look_for_shared()
+
+
+def _look_for_shared() -> None:
+    look_again(map(id, hooks._params) for hooks in tuple(_all_hooks))
 
 
 def backward_runs() -> bool:
@@ -279,7 +295,7 @@ class BackwardListener(Protocol):
 class Reached(Protocol):
     """Returns whether a backward was to accumulate gradients into any of these parameters.
 
-    With `alone`, it must not accumulate into parameters of another wrapper, too.
+    With `alone`, it must not be a backward of another wrapper, too.
     """
 
     def __call__(self, params: Sequence[Tensor], *, alone: bool) -> bool: ...
@@ -300,16 +316,24 @@ class BackwardWatch:
     Args:
         listener: is told of backwards.
         reached: called with the note of a forward, when a backward first reaches its outputs.
+        hooks: the ready hooks of the wrapper.
 
     Attributes:
-        listener: as given.
+        listener, hooks: as given.
         unopened: gradients of outputs that a backward has reached, as long as it is not open. A hook in C puts them
             here before any line runs that may raise.
     """
 
-    def __init__(self, listener: BackwardListener, reached: Callable[[int], None] = lambda _note: None) -> None:
+    def __init__(
+        self,
+        listener: BackwardListener,
+        reached: Callable[[int], None] = lambda _note: None,
+        hooks: ReadyHooks | None = None,
+    ) -> None:
         self.listener = listener
         self.reached = reached
+        self.hooks = hooks
+        self._announced = False  # whether an output has opened the backward that is open, or was the last
         self._task: weakref.ref[_Callback] | None = None
         self._waiting: weakref.ref[_Callback] | None = None  # to open a backward at its end
         self._leaves: list[RemovableHandle] = []
@@ -319,24 +343,29 @@ class BackwardWatch:
         put_before_engine(_run_backward)
         _watches.add(self)
 
+    @property
+    def is_announced(self) -> bool:
+        """Whether a backward is open that has reached an output."""
+        return self._task is not None and self._announced
+
     def look_back(self) -> None:
         """Notice that a backward has died at its first hook, before anything else was noted of it."""
         if self.unopened and self._task is None and not backward_runs():
             self.unopened.clear()
             self.listener.abandon(opened=False)
 
-    def raised(self, error: BaseException, began: int, reached: Reached) -> None:
+    def raised(self, error: BaseException, began: int, reached: Callable[..., bool]) -> None:
         """Note what a backward has raised, of this model or of another one.
 
         Args:
             error: what it has raised.
             began: the number that it got when it began.
-            reached: as for the listener.
+            reached: as for the listener, with the hooks of the wrapper that asks before its arguments.
         """
         if (self._opened > began or self._waiting is not None) and not backward_runs():
             self._wait_for_death()
         self.look_back()
-        self.listener.raised(error, opened=self._opened > began, reached=reached)
+        self.listener.raised(error, opened=self._opened > began, reached=partial(reached, self.hooks))
 
     def _wait_for_death(self) -> None:
         """Wait until the engine has freed the backward that has raised.
@@ -396,13 +425,15 @@ class BackwardWatch:
                         "a backward ends; expected the plain engine. Turn torch._dynamo.config.compiled_autograd off; "
                         "torch.compile works without it."
                     )
-                self._opened = next(_numbers)
-                listener.open(announced=notes is not None)
+                self._opened, self._announced = next(_numbers), notes is not None
+                listener.open(announced=self._announced)
                 task = partial(self._end, partial(_reaches_leaves, node))
                 self._task = weakref.ref(task, self._died)
                 _queue_callback(task)
                 if compiled is not None:
                     EndOfCompiledBackward(compiled, lambda leaves: self._end(lambda: leaves))
+            elif notes is not None:
+                self._announced = True  # a ready mark has opened it
         except BaseException:
             self._task = None  # nothing tells the end of this backward
             listener.abandon(opened=False)
@@ -474,6 +505,19 @@ _watches: weakref.WeakSet[BackwardWatch] = weakref.WeakSet()
 _numbers = count()  # of backwards that begin, and of those that are opened: each later one is larger
 
 
+def averaged_elsewhere(params: Iterable[Tensor]) -> list[Tensor]:
+    """Return those of these parameters that another wrapper has, one of whose outputs an open backward has reached.
+
+    That wrapper averages them, now or at the end of its `no_sync()`. To be asked for a wrapper of which no backward is
+    open.
+    """
+    found = [param for param in params if id(leaf_of(param)) in shared]
+    if not found:
+        return []
+    hooks = [watch.hooks for watch in tuple(_watches) if watch.is_announced and watch.hooks is not None]
+    return [param for param in found if any(one.is_on(leaf_of(param)) for one in hooks)]
+
+
 def _run_backward(roots: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
     """Run a backward, and tell the watches what it raises: a callback that is freed does not know it."""
     began = next(_numbers)
@@ -482,11 +526,16 @@ def _run_backward(roots: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
     except BaseException as error:
         accumulates = bool(kwargs.get("accumulate_grad")) and not backward_runs()
 
-        def reached(params: Sequence[Tensor], *, alone: bool) -> bool:
+        def reached(of: ReadyHooks | None, params: Sequence[Tensor], *, alone: bool) -> bool:
             leaves = _leaves_of(roots) if accumulates else set()
             if leaves.isdisjoint(map(id, map(leaf_of, params))):
                 return False
-            return not alone or sum(hooks.any_on(leaves) for hooks in tuple(_all_hooks)) == 1
+            if not alone:
+                return True
+            having = [hooks for hooks in tuple(_all_hooks) if hooks.any_on(leaves)]
+            # Of wrappers that share all that was reached, those that have not opened wait for a backward of their own.
+            opened, own = {watch.hooks for watch in tuple(_watches) if watch._opened > began}, leaves - shared
+            return ([hooks for hooks in having if hooks in opened or hooks.any_on(own)] or having) == [of]
 
         for watch in tuple(_watches):
             watch.raised(error, began, reached)

@@ -16,10 +16,12 @@ from dpfuse.comm.waiting import Board, finish
 from dpfuse.engine.averaging import Averaging
 from dpfuse.engine.comm_buffer import CommBuffer
 from dpfuse.engine.events import Events, overridden
+from dpfuse.engine.local_part import leaf_of
 from dpfuse.engine.plan import Bucket
 from dpfuse.engine.protocols import Companion, Delivery, Exchange, Feed, PackArguments, PackStep
 from dpfuse.engine.reading import Outcome
 from dpfuse.engine.report import Report
+from dpfuse.engine.shared_params import shared
 from dpfuse.engine.streams import WritingStreams
 from dpfuse.engine.torch_private import profiler_runs, ranged, ranged_without_graph
 from dpfuse.errors import DPFuseError
@@ -156,8 +158,8 @@ class GradBucket:
         several_streams = parts.writers is not None and parts.writers.precede()
         grads: list[Tensor | None] = []
         try:
-            if outcome.frozen:
-                self._keep_frozen(outcome)
+            if outcome.frozen or shared:
+                self._move_out(self._left_out(outcome))
             grads = list(map(_grad_of, buffer.params))
             for prepare in self._prepare:
                 prepare(grads, complete=complete)
@@ -317,17 +319,25 @@ class GradBucket:
         """
         return outcome.frozen - outcome.just_frozen - self.parts.feed.held
 
-    def _keep_frozen(self, outcome: Outcome) -> None:
-        """Move gradients of frozen parameters out of the buffer, where zeros will be: an optimizer may still want them.
+    def _move_out(self, frozen: Set[int]) -> None:
+        """Move gradients out of the buffer that others want as they are while it is packed and summed.
 
-        A discriminator has gradients of its own loss, and is frozen while the generator's loss goes through it.
+        Those of frozen parameters, where zeros will be, are for an optimizer: a discriminator has gradients of its own
+        loss, and is frozen while the generator's loss goes through it. Those of a shared parameter are for the other
+        wrapper, which packs them, too.
         """
-        buffer, frozen = self.parts.buffer, self._left_out(outcome)
+        buffer = self.parts.buffer
         low, high = buffer.table.storage_range
         for index, param in zip(buffer.indices, buffer.params, strict=True):
-            grad = param.grad if index in frozen else None
+            stays = index in frozen
+            grad = param.grad if stays or id(leaf_of(param)) in shared else None
             if type(grad) is Tensor and grad.layout is torch.strided and low <= grad.data_ptr() < high:
-                grad.data = grad.detach().clone()  # the same tensor: a program may have it, too
+                with torch.inference_mode(False):  # what is made there cannot be written outside of it
+                    copy = grad.detach().clone()
+                if stays:
+                    grad.data = copy  # the same tensor: a program may have it, too
+                else:
+                    param.grad = copy
 
     def _without_missing(self, grads: list[Tensor | None], outcome: Outcome) -> list[Tensor | None]:
         """Return the gradients to pack, and note in `missing` the parameters that have none."""
@@ -407,17 +417,17 @@ class GradBucket:
             if has_raised(error) or not isinstance(error, Exception):
                 self._around.leave(error)
             raise
-        for started in self._started:
-            started(self._work)
-        for tell in self._around.events.bucket_sent:
-            tell(exchange.tensors(flat), self._work, is_last=self.parts.report is not None)
-        try:
+        try:  # before anything else, which may raise
             for companion in self.parts.beside:
                 companion.start()
         except BaseException as error:  # the peers start theirs
             outcome.torn = True
             self._around.leave(error)
             raise
+        for started in self._started:
+            started(self._work)
+        for tell in self._around.events.bucket_sent:
+            tell(exchange.tensors(flat), self._work, is_last=self.parts.report is not None)
 
     def _leave_after(self, error: BaseException) -> None:
         """Leave the group if its wait has raised this error because the exchange has failed, perhaps only here."""

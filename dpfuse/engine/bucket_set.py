@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 
 from torch import Tensor
 
 from dpfuse.engine.bucket import GradBucket
+from dpfuse.engine.local_part import leaf_of
 from dpfuse.engine.plan import BucketPlan
 from dpfuse.engine.ready import ReadyList
 from dpfuse.engine.spoiler import Spoiler
@@ -109,6 +110,11 @@ class BucketSet:
         self.recorded.clear()
         for ready in self.ready:
             ready.clear()
+
+    def forget_ready(self, leaves: Set[int]) -> None:
+        """Forget that the parameters with these ids of leaves became ready."""
+        for entries in (self.recorded, *(ready.entries for ready in self.ready)):
+            entries[:] = [param for param in entries if id(leaf_of(param)) not in leaves]
 
     def doubt_early(self) -> None:
         """Doubt the entries that came before an output was reached, except those of parameters known for that."""

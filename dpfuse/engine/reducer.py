@@ -21,6 +21,7 @@ from dpfuse.engine.autograd import (
     BackwardWatch,
     Reached,
     ReadyHooks,
+    averaged_elsewhere,
     backward_is_nested,
     backward_runs,
     running_backward,
@@ -73,6 +74,7 @@ from dpfuse.engine.ready import ReadyHook, ReadyList
 from dpfuse.engine.report import Report
 from dpfuse.engine.report_layout import ReportLayout
 from dpfuse.engine.send_order import SendOrder
+from dpfuse.engine.shared_params import backwards_begun, count_backward, shared
 from dpfuse.engine.sync_decision import Window
 from dpfuse.engine.torch_private import leave_untraced, profiler_runs
 from dpfuse.engine.unused import UnusedParameters
@@ -174,10 +176,11 @@ class Reducer:
         self._order, self._lost, self._hooks = order, lost, hooks
         self._asks_graph = maker.settings.asks_graph
         self._unused = UnusedParameters(membership.rank, warns=maker.settings.warn_unused)
-        self.watch = BackwardWatch(wrap(self), window.reached)
+        self.watch = BackwardWatch(wrap(self), window.reached, hooks)
         self._run = _Run()
         self._change: _Change | None = None
         self._frozen: frozenset[int] = frozenset()
+        self._begun = 0  # backwards, while any parameter was shared, as the ready lists were cleared last
         self._completed_before = 0  # as the backward opened that runs, or was the last
         usual = self._send_rest, self._receive
         self._stages: dict[State, tuple[Callable[[], None], ...]] = {  # of the end of a synchronised backward
@@ -254,14 +257,17 @@ class Reducer:
         self._use(before)
 
     def hooks(self) -> dict[int, ReadyHook]:
-        """Return the hook of each parameter, by registration index, to be called when its gradient was accumulated."""
+        """Return the hook of each parameter, by registration index, to be called when its gradient was accumulated.
+
+        They refer weakly to the reducer, and so to the model: the garbage collector does not see torch's hooks.
+        """
         hooks: dict[int, ReadyHook] = {}
         marks = self._in_use.marks
         for order, (bucket, ready) in enumerate(zip(self.buckets, self._in_use.ready, strict=True)):
             writers = bucket.parts.writers if self._is_packed_early(order) else None
             eager = bucket.parts.feed.hooks() if self._uses_ready_lists else {}
             noting = (lambda hook: hook) if writers is None else writers.noting
-            usual = noting(self._usual_hook(order, ready) if self._uses_ready_lists else self._record)
+            usual = noting(self._usual_hook(order, ready) if self._uses_ready_lists else self._recording_hook())
             hooks |= dict.fromkeys(bucket.plan.params, usual)
             if not self._uses_ready_lists:
                 continue
@@ -271,16 +277,28 @@ class Reducer:
                     hooks[index] = noting(self._hook(order, ready, pack, is_sentinel=param is ready.sentinel))
         return hooks
 
+    def _recording_hook(self) -> ReadyHook:
+        """Return the hook of every parameter until the buckets are rebuilt."""
+        known = ref(self)
+
+        def mark_recorded(param: Any) -> None:
+            reducer = known()
+            if reducer is not None:
+                reducer._record(param)
+
+        return mark_recorded
+
     def _usual_hook(self, order: int, ready: ReadyList) -> ReadyHook:
         """Return the hook of parameters that are neither packed early nor the sentinel."""
-        append, entries, examine = ready.entries.append, ready.entries, self._examine
+        append, entries, known = ready.entries.append, ready.entries, ref(self)
         if not self._asks_graph:
             return append
 
         def mark(param: Any) -> None:  # the bucket is sent at this place, whichever parameter came last before
             append(param)
-            if len(entries) >= ready.due:
-                examine(order, param)
+            reducer = known()
+            if len(entries) >= ready.due and reducer is not None:
+                reducer._examine(order, param)
 
         return mark
 
@@ -305,23 +323,26 @@ class Reducer:
 
     def _hook(self, order: int, ready: ReadyList, pack: Callable[[], None] | None, *, is_sentinel: bool) -> ReadyHook:
         """Return a hook in Python for one parameter, which packs its gradient, or is the sentinel, or both."""
-        append, examine, send = ready.entries.append, self._examine, self._send_next
-        come_last = self._hooks.come_last
+        append, known = ready.entries.append, ref(self)
         alone = len(self.buckets) == 1  # the last bucket is sent when backward has ended
 
         def mark_sentinel(param: Any) -> None:
             append(param)
-            if self.state is not REDUCING:
-                examine(order, param)
-            elif not alone and (len(param._post_accumulate_grad_hooks or ()) <= 1 or come_last(param)):
-                send()
+            reducer = known()
+            if reducer is None:
+                return
+            if reducer.state is not REDUCING:
+                reducer._examine(order, param)
+            elif not alone and (len(param._post_accumulate_grad_hooks or ()) <= 1 or reducer._hooks.come_last(param)):
+                reducer._send_next()
 
         if pack is None:
             return mark_sentinel
         note, pack_now = mark_sentinel if is_sentinel else self._usual_hook(order, ready), pack
 
         def mark_packed(param: Any) -> None:
-            if self.state is REDUCING and ready.sent < 0:
+            reducer = known()
+            if reducer is not None and reducer.state is REDUCING and ready.sent < 0:
                 pack_now()
             note(param)
 
@@ -358,8 +379,8 @@ class Reducer:
             DPFuseError: these gradients were to be averaged.
         """
         in_use = self._in_use  # in line, since each forward comes here
-        if (in_use.recorded or any(map(_entries_of, in_use.ready))) and not backward_runs():
-            self._refuse(in_use.entries())
+        some = in_use.recorded or any(map(_entries_of, in_use.ready))
+        if some and not backward_runs() and self._refuse(in_use.entries()):
             self._window.backward_ends()
 
     def before_step(self, optimizer: Optimizer) -> None:
@@ -376,17 +397,26 @@ class Reducer:
             wanted = {id(param) for group in optimizer.param_groups for param in group["params"]}
             self._refuse(param for param in in_use.entries() if id(leaf_of(param)) in wanted)
 
-    def _refuse(self, found: Iterable[Tensor]) -> None:
-        """Forget these ready gradients.
+    def _refuse(self, found: Iterable[Tensor]) -> bool:
+        """Forget these ready gradients, and return whether a backward that no wrapper knows of has made them ready.
+
+        A part that another wrapper has, too, may have become ready in a backward of that one.
 
         Raises:
             DPFuseError: they were to be averaged.
         """
-        names = self._in_use.names_of(found)
+        found = list(found)
+        theirs = shared if self._begun != backwards_begun() else ()
+        names = self._in_use.names_of(param for param in found if id(leaf_of(param)) not in theirs)
         if names:
             self._in_use.clear()
+        elif found:
+            self._in_use.forget_ready({id(leaf_of(param)) for param in found})
+        if not self._in_use.entries():
+            self._begun = backwards_begun()
         if names and self.require_sync:
             raise DPFuseError(messages.unaveraged(self._membership.rank, list(dict.fromkeys(names))))
+        return bool(names)
 
     def discard_accumulated(self) -> None:
         """Drop what the buckets have accumulated.
@@ -447,6 +477,10 @@ class Reducer:
         in_use.restore_memory()
         # What is ready already is of this backward, or of one before that nothing announced. All of it is averaged.
         # But a bucket must not be complete by entries of a backward before.
+        if shared:
+            if announced and self._begun != backwards_begun():
+                in_use.forget_ready(shared)  # in backwards of other wrappers: what this one reaches comes again
+            self._begun = count_backward()
         if announced and any(map(_entries_of, in_use.ready)):
             self.refuse_unaveraged()
             in_use.doubt_early()
@@ -659,8 +693,10 @@ class Reducer:
     # --- While it runs ---
 
     def _record(self, param: Any) -> None:
-        """Record a ready mark. It is the hook of every parameter until the buckets are rebuilt."""
+        """Record a ready mark."""
         if TRANSITIONS[self.state, READY][0] is OPEN:
+            if self._is_anothers([*self._in_use.entries(), param]):
+                return
             self._open_unannounced()
         self._in_use.recorded.append(param)
         if self.state is LOCAL and self.accumulation.feeds:
@@ -678,8 +714,14 @@ class Reducer:
         elif action is ACCUMULATE:
             if self._in_use.ready[order].is_complete:
                 self.accumulation.ready(order)
+        elif action is OPEN and self._is_anothers(self._in_use.entries()):
+            self._in_use.forget_ready(shared)
         elif action is OPEN:
             self._open_unannounced()  # what is complete by this one is sent later: hooks may still follow
+
+    def _is_anothers(self, entries: Sequence[Tensor]) -> bool:
+        """Whether a backward of another wrapper averages all that became ready, of a part that both have."""
+        return bool(shared) and len(averaged_elsewhere(entries)) == len(entries)
 
     def _open_unannounced(self) -> None:
         """Open a backward that no output of the wrapper has announced so far, unless one still may."""

@@ -6,7 +6,7 @@ from time import perf_counter
 
 import torch
 
-__all__ = ["Moment", "now", "seconds_between"]
+__all__ = ["Moment", "has_passed", "now", "seconds_between"]
 
 Moment = float | torch.cuda.Event
 
@@ -34,3 +34,8 @@ def seconds_between(begin: Moment, end: Moment) -> float:
     assert not isinstance(end, float)
     end.synchronize()
     return float(begin.elapsed_time(end)) / 1000
+
+
+def has_passed(moment: Moment) -> bool:
+    """Whether the device has come as far as that, so that nothing waits for it."""
+    return isinstance(moment, float) or moment.query()

@@ -32,6 +32,7 @@ __all__ = [
     "compiled_backward",
     "default_store",
     "dtensor_of",
+    "ended_early",
     "engine_run_backward",
     "holders_at",
     "holders_of",
@@ -56,6 +57,11 @@ __all__ = [
     "uncompiled",
     "unwatch_workers",
 ]
+
+
+def ended_early(error: BaseException) -> bool:
+    """Whether a checkpoint has ended a forward that it computes again, as soon as it had what it needs."""
+    return type(error).__name__ == "_StopRecomputationError"
 
 
 def _nothing(_tracer: Any) -> None:

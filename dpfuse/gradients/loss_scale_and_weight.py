@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dpfuse.engine.autograd import averaged_elsewhere
 from dpfuse.engine.backward_table import ABANDONED, IDLE
 from dpfuse.engine.bucket import GradBucket
 from dpfuse.engine.comm_buffer import CommBuffer
@@ -19,6 +20,7 @@ from dpfuse.engine.plan import Bucket
 from dpfuse.engine.protocols import PackArguments, PackStep
 from dpfuse.engine.report import Report
 from dpfuse.engine.report_layout import Field, ReportPlace
+from dpfuse.engine.shared_params import shared
 from dpfuse.engine.sync_decision import Window
 from dpfuse.errors import DPFuseError
 from dpfuse.exclusions import refuse
@@ -123,7 +125,7 @@ class GradientFactors(Feature):
         """As `Watcher.backward_begins`.
 
         Raises:
-            DPFuseError: as `LossScale.begins`, or gradients with a weight cannot have one.
+            DPFuseError: as `LossScale.begins`, gradients with a weight cannot have one, or two models would multiply.
         """
         buckets = self._engine.buckets
         scale = self.loss_scale.begins(
@@ -150,6 +152,12 @@ class GradientFactors(Feature):
         weighs = self.weight.begins(buckets[0].averaging.pre_scale * buckets[0].averaging.post_scale)
         if weighs:
             self._refuse_weights()  # a hook may have come since
+        if (unscales or weighs) and shared and averaged_elsewhere(self._trained()):
+            raise DPFuseError(
+                "one backward reaches outputs of two wrapped models that share parameters. Their gradients are to be "
+                "unscaled or weighed, which each model would do; expected a backward for each model. Call backward() "
+                "for the loss of one, and then for that of the other."
+            )
         self._window.compare_backwards(not weighs)
         kind = (1 if self.weight.reduction == "mean" else 2) + 4 * self._window.died
         self._handling = unscales + weighs * 2 * kind

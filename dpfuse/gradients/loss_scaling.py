@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dpfuse.engine.shared_params import shared
 from dpfuse.engine.torch_private import leave_untraced
 from dpfuse.errors import DPFuseError
 
@@ -57,6 +58,7 @@ class LossScale:
         self.holders: dict[int, Set[int]] = {}
         self._reached: _Reached | None = None
         self._window: object = None
+        _living.add(self)
 
     def reached(self, scale: Tensor, window: object) -> None:
         """The backward that is running comes by a loss that was multiplied with `scale`, [] float32, in this window."""
@@ -87,9 +89,13 @@ class LossScale:
         if reached.window is not self._window:
             self.forget()
             self._window = reached.window
-        joined = self.unscaled & trained() if self.unscaled else frozenset()
+        alike = [self]
+        if shared:  # another model of this window may have unscaled a part that both have
+            alike += [one for one in tuple(_living) if one is not self and one._window is self._window]
+        unscaled = frozenset[int]().union(*(one.unscaled for one in alike))
+        joined = unscaled & trained() if unscaled else unscaled
         if joined:
-            asked = any(not joined.isdisjoint(ids) for ids in self.holders.values())
+            asked = any(not joined.isdisjoint(ids) for one in alike for ids in one.holders.values())
             if asked or not announced:
                 why = "unscale_() was called" if asked else "it went through no output of the wrapped model"
                 raise DPFuseError(
@@ -98,7 +104,8 @@ class LossScale:
                     "unscale_() after the last of them and losses of the wrapped model's outputs."
                 )
             multiply(joined, reached.scale)
-            self.unscaled -= joined
+            for one in alike:
+                one.unscaled, one.fresh = one.unscaled - joined, one.fresh - joined
         return reached.scale
 
     def delivered(self, ids: frozenset[int], found: Tensor, *, unscaled: bool) -> None:
@@ -111,6 +118,9 @@ class LossScale:
         """
         if unscaled:
             self.unscaled |= ids
+        for one in tuple(_living) if shared else ():
+            if one is not self:
+                one.unscaled, one.fresh = one.unscaled - ids, one.fresh - ids
         self.fresh = ids & self.unscaled
         self.found = found
 
@@ -118,3 +128,6 @@ class LossScale:
         """Take no gradient for an unscaled one."""
         self.unscaled = self.fresh = frozenset()
         self.found = None
+
+
+_living: weakref.WeakSet[LossScale] = weakref.WeakSet()

@@ -180,10 +180,12 @@ class HostPlan:
             False if something is unusual (None, a sparse gradient, a gradient in its slot, another dtype). Then `pack`
             must do all of the work.
         """
-        views = self._views
-        if table.dtype != table.flat.dtype or not tensors or tensors[0] is table.views[0]:
+        views, (low, high) = self._views, table.storage_range
+        if table.dtype != table.flat.dtype or not tensors:
             return False
         try:
+            if low <= tensors[0].data_ptr() < high:  # type: ignore[union-attr]
+                return False  # in its slot, or in another one, where a program has exchanged gradients
             if set(map(_dtype_of, tensors)) != {table.dtype}:
                 return False
             # A large tensor in its slot would be scaled twice if something below fails and `pack` follows.

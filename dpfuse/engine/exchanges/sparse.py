@@ -48,7 +48,7 @@ class SparseRows(Exchange):
         self._post_scale = averaging.post_scale
         self._device = torch.device(bucket.device)
         self._width = INDEX.itemsize + math.prod(param.shape[1:]) * self._wire.itemsize  # bytes of a row
-        self._rows = self._no_rows()
+        self._rows: Tensor | None = None  # until they are delivered: those of all ranks may be much memory
         self._is_dense = False
 
     def take(self, scale: float, steps: Sequence[PackStep], frozen: Set[int]) -> list[int]:
@@ -65,27 +65,34 @@ class SparseRows(Exchange):
         self._rows, self._is_dense = self._no_rows(), False
 
     def start(self, flat: Tensor) -> dist.Work:
+        assert self._rows is not None
         return StagedWork(self._stages(self._rows, self._is_dense), 2)
 
     def tensors(self, flat: Tensor) -> list[Tensor]:
         """As `Exchange.tensors`: the numbers of rows, and the rows."""
+        assert self._rows is not None
         return [torch.empty(2, dtype=torch.float64, device=self._device), self._rows]
 
     def deliver(self, untouched: Set[int]) -> None:
         """As `Exchange.deliver`: the sum of all ranks' rows becomes the parameter's gradient."""
-        rows = self._rows
-        if self._index in untouched:
-            return
-        with torch.no_grad():
-            shape, count = self._param.shape, len(rows)
-            # reshape, since the slice of a single row counts as contiguous although its address is not aligned.
-            indices = rows[:, : INDEX.itemsize].reshape(-1).view(INDEX).view(1, count)
-            values = rows[:, INDEX.itemsize :].reshape(-1).view(self._wire).view(count, *shape[1:])
-            total = torch.sparse_coo_tensor(
-                indices, values.to(self._compute), shape, device=rows.device, check_invariants=False
-            )
-            grad = (total.coalesce() * self._post_scale).to(self._dtype)
-            self._param.grad = grad.to_dense() if self._is_dense else grad.coalesce()
+        if self._rows is not None and self._index not in untouched:
+            with torch.no_grad():
+                self._param.grad = self._sum_of(self._rows)
+        self._rows = None
+
+    def _sum_of(self, rows: Tensor) -> Tensor:
+        shape, count = self._param.shape, len(rows)
+        # reshape, since the slice of a single row counts as contiguous although its address is not aligned.
+        indices = rows[:, : INDEX.itemsize].reshape(-1).view(INDEX).view(1, count)
+        values = rows[:, INDEX.itemsize :].reshape(-1).view(self._wire).view(count, *shape[1:])
+        total = torch.sparse_coo_tensor(
+            indices, values.to(self._compute), shape, device=rows.device, check_invariants=False
+        )
+        grad = (total.coalesce() * self._post_scale).to(self._dtype)
+        return grad.to_dense() if self._is_dense else grad.coalesce()
+
+    def discard(self) -> None:
+        self._rows = None
 
     def _stages(self, rows: Tensor, is_dense: bool) -> Iterator[dist.Work]:
         """Exchange the numbers of rows, then the rows, [rows, bytes]; keep those of all ranks, in their order."""

@@ -95,9 +95,10 @@ class TreeSum(Exchange):
         if self._received is None and size == 1:  # what it sends to itself stays where it is
             self._received = [[node[cut.bounds[0] : cut.bounds[-1]] for cut in cuts] for node in nodes]
         elif self._received is None:
-            self._received = [
-                [nodes[0].new_empty(len(senders) * cut.lengths[rank]) for cut in cuts] for senders in self._senders
-            ]
+            with torch.inference_mode(False):  # what is made there cannot be written outside of it
+                self._received = [
+                    [nodes[0].new_empty(len(senders) * cut.lengths[rank]) for cut in cuts] for senders in self._senders
+                ]
         return StagedWork(self._stages(flat, nodes, cuts, self._received), 1 + (self._cuts is None))
 
     def started(self, work: dist.Work) -> None:

@@ -297,6 +297,20 @@ def test_gradients_in_the_places_of_others_are_refused(rank: int, size: int) -> 
     goes_on(model, rank, size)
 
 
+def test_small_gradients_that_were_exchanged_are_refused(rank: int, size: int) -> None:
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model = dpfuse.DataParallel(net)
+    step = lambda: model(torch.ones(2, 3)).sum().backward()  # noqa: E731
+    step()
+    if rank == 1:
+        net[0].weight.grad, net[1].weight.grad = net[1].weight.grad, net[0].weight.grad
+    with pytest.raises(DPFuseError, match="overlap" if rank == 1 else "failed on rank 1 of 2"):
+        step()
+    model.zero_grad()
+    step()
+    torch.testing.assert_close(net[1].bias.grad, torch.full((3,), 2.0))
+
+
 def test_a_parameter_that_cannot_have_its_view_fails_on_all_ranks(rank: int, size: int) -> None:
     """Between forward and backward a parameter becomes another one, which cannot have the gradient."""
     model = wrapped(Net())

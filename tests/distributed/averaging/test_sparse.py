@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -192,6 +193,15 @@ def test_what_travels_is_the_rows_not_the_table(rank, size):
     assert times.steps == 1
     # At most four rows of an index and 16 floats, and the counts with the tail.
     assert 0 < times.nbytes <= 4 * (8 + 64) + 8 * 2 + 4 * model.reducer.buckets[-1].parts.report.numel
+
+
+def test_the_rows_of_all_ranks_are_freed_once_they_are_delivered(rank, size):
+    model = dpfuse.DataParallel(nn.Embedding(50, 8, sparse=True))
+    for step in range(3):
+        model(torch.arange(step, 50, device="cpu")).sum().backward()
+        model.zero_grad()
+        rows = [each for each in gc.get_objects() if type(each) is torch.Tensor and each.dtype is torch.uint8]
+        assert sum(each.nbytes for each in rows) < 50 * 8 * 4
 
 
 def test_tables_of_every_width_and_ranks_without_rows(rank, size):

@@ -102,6 +102,26 @@ def test_a_ddp_wrapper_that_is_deleted_frees_its_buffers(ranks):
     assert ranks(deleted, "ddp", {"gradient_as_bucket_view": True}, True) == [([], 1)] * 2
 
 
+def leading_to_itself(rank, size, options):
+    held = []
+    for face in (*FACES.values(), dpfuse.replicate):
+        for steps in (0, 1, 3):
+            module = net()
+            model = face(module, **({} if face is dpfuse.replicate else options))
+            module.trainer = [model]  # as a module of Lightning, or one with its own training loop
+            for _ in range(steps):
+                step(model, rank)
+            gone = [*map(weakref.ref, (module, model, *module.parameters()))]
+            del module, model
+            held.append(still_held(gone, within=3.0))
+    return held
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_a_module_that_leads_to_its_wrapper_is_freed(ranks, options):
+    assert ranks(leading_to_itself, OPTIONS[options]) == [[[]] * 9] * 2
+
+
 def rebuilt(rank, size):
     model = dpfuse.DataParallel(net(), None, 0.001, 0.0005)
     step(model, rank)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import dpfuse
+from dpfuse.engine.events import Watcher
 
 PEER = r"the backward failed on rank 1 of 2, so rank 0 has no averaged gradients"
 
@@ -57,6 +60,30 @@ def assert_mean(model, x, size):
 def raised_on(rank):
     error, text = (KeyError, "planted") if rank == 1 else (dpfuse.DPFuseError, PEER)
     return pytest.raises(error, match=text)
+
+
+class Interrupting(Watcher):
+    """Ctrl-C strikes as the last bucket was sent."""
+
+    def bucket_sent(self, tensors, work, *, is_last):
+        if is_last:
+            raise KeyboardInterrupt
+
+
+def test_an_interruption_behind_the_last_bucket_does_not_keep_its_companion_back(rank, size):
+    """The peers wait for the buffers of a normalization, which travel beside it."""
+    torch.manual_seed(0)
+    model = dpfuse.DistributedDataParallel(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
+    for step in range(5):
+        interrupted = rank == 0 and step == 2
+        model._observe(Interrupting() if interrupted else None)
+        model.zero_grad()
+        loss = model(torch.full((2, 3), 1.0 + rank + step)).square().sum()
+        with pytest.raises(KeyboardInterrupt) if interrupted else nullcontext():
+            loss.backward()
+    mean = model.module[1].running_mean.clone()
+    dist.broadcast(mean, 0)
+    assert torch.equal(mean, model.module[1].running_mean)
 
 
 def next_backward(model):
