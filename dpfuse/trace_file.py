@@ -1,7 +1,8 @@
 """The file of one rank's trace: JSON lines. Writes and reads them, and knows what each field means.
 
 The first line holds the settings of the process. A line `model` comes when a model is wrapped, and a line `optimizer`
-before the first step of an optimizer. A line `step` comes after each step of an optimizer:
+before the first step of an optimizer. Another one replaces it when the optimizer has another number of parameters. A
+line `step` comes after each step of an optimizer:
 
 - `forwards`: of each forward `model`, `training`, `context` (autocast), `random`, `inputs`, `outputs`, `buffers`, and
   `weights`, unless it runs inside the step of an optimizer
@@ -23,7 +24,7 @@ before the first step of an optimizer. A line `step` comes after each step of an
 - `calls`, where they are asked for: what the program called since the step before, in order. Of each call `what` it
   does (see `Call`), `at` (the line of the program), and the optimizers of which it is about some (`of`) or all
   (`whole`) parameters. Only optimizers that have stepped before are there. No comparison reads it
-- `sketch`, `gradient sketch`: where they are asked for, a sum of each parameter or gradient with fixed random signs
+- `gradient sketch`: where it is asked for, a sum of each gradient with fixed random signs
 - `times`: seconds by phase, which no comparison reads
 """
 
@@ -186,7 +187,11 @@ def _read(path: Path) -> RankTrace:
                     raise DPFuseError(f"{path} has the format {values.get('format')!r}, expected {FORMAT!r}")
                 found.settings = values
             else:
-                {"model": found.models, "optimizer": found.optimizers, "step": found.steps}[kind].append(values)
+                known = {"model": found.models, "optimizer": found.optimizers, "step": found.steps}[kind]
+                if kind == "optimizer" and values["number"] < len(known):
+                    known[values["number"]] = values
+                else:
+                    known.append(values)
         except (ValueError, KeyError, AttributeError) as error:
             raise DPFuseError(f"{path}, line {number} is no line of a trace; was the file changed?") from error
     if not found.settings:

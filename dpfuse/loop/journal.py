@@ -124,3 +124,5 @@ class Journal(Watcher):
         clock = self._clock
         if clock is not None and not self._record.runs:
             clock.marks.append((STEPPED, perf_counter(), self._board.waited, clock.collected))
+            if len(clock.marks) > MOST:  # of other models, whose steps are heard, too
+                clock.add_up()

@@ -115,8 +115,8 @@ class UnownedParameters:
         if not kept:
             self.decided = True
             return
-        self._compared = kept
-        same = [same_values(samples[id(param)], sample_of(param)) for param in kept]
+        self._compared, self._samples = kept, [samples[id(param)] for param in kept]
+        same = [same_values(sample, sample_of(param)) for param, sample in zip(kept, self._samples, strict=True)]
         moving = [param.grad.any() for param in kept if param.grad is not None]
         self._moving = HostCopy(torch.stack(same) & torch.stack(moving))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -12,9 +13,11 @@ from torch import Tensor
 from dpfuse.comm.completion import call_when_landed
 from dpfuse.comm.waiting import NO_LIMIT
 from dpfuse.engine.events import Watcher
-from dpfuse.engine.time_marks import Moment, now, seconds_between
+from dpfuse.engine.time_marks import Moment, has_passed, now, seconds_between
 
 __all__ = ["CommunicationTimes"]
+
+MOST = 1024  # spans of a GPU, after which those that have ended are added up
 
 
 @dataclass
@@ -26,7 +29,7 @@ class CommunicationTimes(Watcher):
     nbytes: int = 0  # of what travels, with padding and report
     seconds: float = 0.0  # from sent to landed, summed over the buckets
     exposed: float = 0.0  # in which backward had nothing left to do but wait
-    _spans: list[tuple[str, Moment, Moment]] = field(default_factory=list, repr=False)  # of GPUs
+    _spans: deque[tuple[str, Moment, Moment]] = field(default_factory=deque, repr=False)  # of GPUs
     _waiting: Moment = field(default=0.0, repr=False)
     _side: torch.cuda.Stream | None = field(default=None, repr=False)
 
@@ -44,7 +47,8 @@ class CommunicationTimes(Watcher):
             return
 
         def landed() -> None:
-            self.seconds += seconds_between(started, now(on_gpu=False))
+            seconds = seconds_between(started, now(on_gpu=False))
+            self.seconds += seconds  # without a call between reading and writing it: another thread may do the same
 
         call_when_landed(work, landed)
 
@@ -58,9 +62,14 @@ class CommunicationTimes(Watcher):
             self.exposed += seconds_between(self._waiting, now(on_gpu=False))
         else:
             self._spans.append(("exposed", self._waiting, now(on_gpu=True)))
+            while len(self._spans) > MOST and has_passed(self._spans[0][2]):
+                self._add_up_first()
 
     def finish(self) -> None:
         """Turn what was recorded on the GPU into seconds; waits for the device."""
-        for name, begin, end in self._spans:
-            setattr(self, name, getattr(self, name) + seconds_between(begin, end))
-        self._spans.clear()
+        while self._spans:
+            self._add_up_first()
+
+    def _add_up_first(self) -> None:
+        name, begin, end = self._spans.popleft()
+        setattr(self, name, getattr(self, name) + seconds_between(begin, end))

@@ -88,11 +88,11 @@ def _where_ranks_part(traces: Traces, windows: Sequence[Window]) -> Window | Non
 
 
 def _equal(traces: Traces, step: int) -> bool | None:
-    """Whether the weights are equal on all ranks after a step; None where it is not of the same parameters on all."""
+    """Whether the weights are equal on all ranks after a step; None where it was not hashed alike on all."""
     if len(traces) < 2 or any(step >= len(trace.steps) for trace in traces.values()):
         return None
     lines = [trace.steps[step] for trace in traces.values()]
     names = [trace.optimizers[line["optimizer"]]["names"] for trace, line in zip(traces.values(), lines, strict=True)]
-    if any(one != names[0] for one in names):
+    if any(one != names[0] for one in names) or len({"parameters" in line for line in lines}) > 1:
         return None
     return len({line.get("parameters", line.get("all_parameters")) for line in lines}) == 1

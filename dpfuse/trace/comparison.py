@@ -252,7 +252,7 @@ def _parts(ours: RankTrace, theirs: RankTrace, step: int) -> Iterator[_Part]:
                         cause = "forward"
                     yield _Part(place, cause, what, first.get("model"), batch=_batch(one, kind, index))
                     continue
-                for key in mine.keys() & yours.keys():
+                for key in sorted(mine.keys() & yours.keys(), key=int):
                     batch = _batch(one, kind, index, key)
                     if name == TOGETHER:
                         if mine[key] != yours[key]:

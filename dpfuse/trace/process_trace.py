@@ -95,6 +95,9 @@ def _watch_backwards(tracer: Tracer) -> Callable[[], None]:
             tracer.backward_begins([tensors] if isinstance(tensors, torch.Tensor) else list(tensors))
             plain(tensors, *args, **kwargs)
             tracer.backward_ended()
+        except BaseException:
+            tracer.backward_failed()
+            raise
         finally:
             inside = False
 

@@ -1,4 +1,4 @@
-"""Hashes and sketches of the weights and gradients of an optimizer, before and after its step."""
+"""Hashes of the weights and gradients of an optimizer before and after its step, and sketches of its gradients."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class StepHashes:
     """Fields of the line of a step.
 
     Args:
-        sketch: whether to write sketches, too.
+        sketch: whether to write a sketch of each gradient, too.
     """
 
     def __init__(self, *, sketch: bool) -> None:
@@ -45,9 +45,7 @@ class StepHashes:
         line: dict[str, Any] = {"all_parameters": joined(hashes)}
         if deep:
             line = {"stepped": self._stepped, BEFORE_STEP: self._before, "parameters": hashes}
-        if self._sketch:
-            line["sketch"] = [signed_sum(param) for param in params]
-            if deep:
+            if self._sketch:
                 line["gradient sketch"] = self._gradient
         self._stepped, self._before = [], []
         return line

@@ -45,6 +45,8 @@ class TracedModel:
         self._small_first = sorted(self.params, key=Tensor.numel)
         self._buffer_names = [name for name, _ in inside(wrapper).named_buffers()]
         self._written: list[list[str]] | None = None  # the buckets in the file
+        self._asked: dict[bool, bool] = {}  # whether a backward is to average, by whether the forward was for training
+        self._is_ours = hasattr(wrapper, "_options")  # torch's class has none
         self._held: list[Hash] = []  # what `.grad` held when the backward that runs reached this model
         self._samples = GradientsBetween(self.params)
         self.own = OwnGradients(self.params, phases, self._reached, finite=finite)
@@ -63,10 +65,18 @@ class TracedModel:
             "parameters": text_of(read([hash_of(param) for param in self.params])),
             RANKS: _ranks_of(wrapper),
         }
-        options = getattr(wrapper, "_options", None)  # torch's class has none
+        options = getattr(wrapper, "_options", None)
         if (count := getattr(options, "micro_batches", None)) is not None:
             facts[MICRO_BATCHES] = count
         return facts
+
+    def forward_ended(self, *, training: bool) -> None:
+        """Note what the backward to come is to do: it averages if one of its forwards ran outside of `no_sync()`.
+
+        In dpfuse forwards in eval mode count where no other one has run since. In torch's class all are alike.
+        """
+        training = training or not self._is_ours
+        self._asked[training] = self._asked.get(training, False) or self._is_to_average()
 
     def begin(self) -> None:
         """Begin another backward."""
@@ -93,13 +103,19 @@ class TracedModel:
             if (hooked := self.own.hooked()) is not None:
                 hooks[number] = hooked
             self._samples.backward_ended(line)
-        if not getattr(self._wrapper(), "require_backward_grad_sync", True):
+        if not self._asked.get(True, self._asked.get(False, self._is_to_average())):
             line.setdefault(LEFT, {})[number] = self._in_grad()
             return
+        self._asked.clear()
         averaged = [hash_of(param.grad) for param in self.params]
         if deep and buffers:
             line.setdefault(MODULE_BUFFERS, {})[number] = self._buffer_hashes()
         line.setdefault("averaged" if deep else "all_averaged", {})[number] = averaged if deep else joined(averaged)
+
+    def backward_failed(self) -> None:
+        """Forget what the forwards before have asked for, if it has reached this model."""
+        if self.own.is_reached:
+            self._asked.clear()
 
     def after_step(self) -> None:
         """Complete the lines of the backwards since the step before. Waits for the device."""
@@ -126,6 +142,10 @@ class TracedModel:
             for place, (name, param) in enumerate(zip(self.names, self.params, strict=True))
             if place not in self.own.used and param.requires_grad
         ]
+
+    def _is_to_average(self) -> bool:
+        """Whether the program asks for averaged gradients just now."""
+        return bool(getattr(self._wrapper(), "require_backward_grad_sync", True))
 
     def _in_grad(self) -> list[Hash]:
         """Return 1 for each of a few small gradients that are there and are not zeros, and 0 for zeros."""

@@ -28,17 +28,23 @@ class TracedOptimizers:
         self._file = file
         self._stepped: list[ref[Optimizer]] = []
         self._steps: list[int] = []
+        self._counts: list[int] = []  # of the parameters in their lines
 
     def step(self, optimizer: Optimizer) -> tuple[int, int]:
-        """Count a step; return the number of the optimizer, and its steps."""
+        """Count a step; return the number of the optimizer, and its steps.
+
+        It gets a line, and another one that replaces it each time it has another number of parameters.
+        """
         new = len(self._stepped)
         number = next((number for number, one in enumerate(self._stepped) if one() is optimizer), new)
         if number == new:
             self._stepped.append(ref(optimizer))
             self._steps.append(0)
-            names = [
-                self.names.get(id(param), f"parameter {place}") for place, param in enumerate(params_of(optimizer))
-            ]
+            self._counts.append(0)
+        params = params_of(optimizer)
+        if self._counts[number] != len(params) or not self._steps[number]:
+            self._counts[number] = len(params)
+            names = [self.names.get(id(param), f"parameter {place}") for place, param in enumerate(params)]
             self._file.write("optimizer", {"number": number, "class": type(optimizer).__name__, "names": names})
         self._steps[number] += 1
         return number, self._steps[number]

@@ -37,8 +37,7 @@ class Tracer:
         deep_steps: how many steps of an optimizer have hashes of gradients and of buffers, and of each parameter; the
             others have one number for all parameters. None: all.
         after_step: called after each line, with the number of steps of that optimizer.
-        sketch: write a sum of each parameter and gradient with fixed random signs, too, from which the distance of two
-            runs follows.
+        sketch: write a sum of each gradient with fixed random signs, too, from which the distance of two runs follows.
         buffers: hash each buffer after a backward that averages, too, in the steps with all hashes.
         finite: note which gradients and weights are NaN or infinite, too.
 
@@ -122,6 +121,7 @@ class Tracer:
         forwards = self._line["forwards"]
         if not torch.is_grad_enabled() or not forwards:
             return
+        traced.forward_ended(training=inside(wrapper).training)
         self.phases.enter("tracing")
         forwards[-1]["outputs"] = hash_of_all(outputs)
         if self._deep:
@@ -155,6 +155,11 @@ class Tracer:
             traced.backward_ended(self._running, buffers=self._buffers)
             traced.begin()
         self.phases.enter("outside")
+
+    def backward_failed(self) -> None:
+        """Note that it has raised: only later forwards decide what the next one does."""
+        for traced in self._models:
+            traced.backward_failed()
 
     def before_step(self, optimizer: Optimizer) -> None:
         """As `Watcher.before_step`."""

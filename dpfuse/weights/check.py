@@ -349,6 +349,7 @@ class WeightsCheck(Feature):
                     "are divided, wrapped or on another device"
                 )
             self._schedule.hashed(empty=0)
+            self._hashes = _Hashes()  # of other tensors than those that there are now
             self._last_equal.forget()
             self._steps.owners.found.clear()
         return tensors.hashing

@@ -180,6 +180,9 @@ def test_marks_are_added_up_at_the_end_of_a_step_once_they_are_due_and_never_bec
         training.forward()
     assert len(board.clock.marks) <= MOST
     assert board.clock.steps == 2
+    for _ in range(2 * MOST):
+        training.step()  # of other models: this one rests
+    assert len(board.clock.marks) <= MOST
 
 
 def test_models_of_a_group_have_one_clock():

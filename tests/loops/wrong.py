@@ -357,6 +357,18 @@ def second_optimizer_is_never_stepped(rank, size):
 
 
 @named("DPF-L04")
+def layer_forgotten_while_another_optimizer_begins_late(rank, size):
+    """The second one begins while the rest is looked at, so that one looks a second time, at fewer parameters."""
+    model = dpfuse.DistributedDataParallel(nn.Sequential(mlp(), nn.Linear(3, 3), nn.Linear(3, 3)))
+    optimizers = [torch.optim.SGD(model.module[number].parameters(), lr=0.01) for number in (0, 1)]
+    for step, (x, y) in enumerate(batches(rank, 40)):
+        model.zero_grad()
+        loss_of(model(x), y).backward()
+        for optimizer in optimizers[: 1 + (step >= 10)]:
+            optimizer.step()
+
+
+@named("DPF-L04")
 def layer_added_after_the_optimizer(rank, size):
     module = mlp()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01)

@@ -55,7 +55,6 @@ def test_a_sharded_optimizer_is_one_optimizer_and_has_the_weights_of_the_plain_o
         assert [line["step"] for line in sharded[rank].steps] == [*range(STEPS)]
         for ours, theirs in zip(sharded[rank].steps, plain[rank].steps, strict=True):
             assert ours["parameters"] == theirs["parameters"]
-            assert ours["sketch"] == theirs["sketch"]
             assert ours["backwards"][0]["local"] == theirs["backwards"][0]["local"]
             assert set(ours["backwards"][0]["averaged"]["0"]) == set(ours["stepped"]) == {"-"}
             assert ours["gradient sketch"] == [0.0] * 4

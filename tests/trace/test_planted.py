@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dpfuse.trace.comparison import compare
-from dpfuse.trace_file import BEFORE_STEP, HOOKED, read_folder
+from dpfuse.trace_file import BEFORE_STEP, HOOKED, RankTrace, read_folder
 from tests.trace.training import BATCHES, MICRO, PLAIN_HOOK, PLANTS, settings_of, train
 
 
@@ -92,6 +92,16 @@ def with_a_log(point, run, value):
 def test_what_dpfuse_does_to_a_gradient_before_a_hook_that_reads_it_is_no_change_by_the_program(ranks, tmp_path):
     ranks(logged, tmp_path)
     assert found_in(tmp_path) is None
+
+
+def test_of_models_that_differ_in_one_backward_the_first_one_is_named():
+    of_model = {"class": "Net", "wrapper": "torch", "names": ["weight"], "shapes": [], "dtypes": [], "parameters": ""}
+    models = [{"number": number, **of_model} for number in range(12)]
+    one, other = (
+        {0: RankTrace({}, models, [], [{"forwards": [], "backwards": [{"averaged": averaged}]}])}
+        for averaged in ({str(number): letter * 8 for number in reversed(range(12))} for letter in "ab")
+    )
+    assert compare(one, other).model == 0
 
 
 def read_as_older(folder: Path):

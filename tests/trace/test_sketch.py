@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
-from dpfuse.trace.distance import distance
 from dpfuse.trace.signed_sum import CHUNK, signed_sum
 
 
@@ -22,5 +23,5 @@ def test_the_distance_of_many_tensors_is_estimated():
     generator = torch.Generator().manual_seed(1)
     ones = [torch.randn(100, generator=generator) for _ in range(400)]
     others = [one + 0.1 * torch.randn(100, generator=generator) for one in ones]
-    found = distance([float(signed_sum(one)) for one in ones], [float(signed_sum(one)) for one in others])
+    found = math.dist([float(signed_sum(one)) for one in ones], [float(signed_sum(one)) for one in others])
     assert found == pytest.approx(0.1 * (400 * 100) ** 0.5, rel=0.2)

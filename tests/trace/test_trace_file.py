@@ -80,7 +80,8 @@ def test_backwards_tell_what_they_find_in_gradients_and_no_comparison_reads_it(t
     first, second = (line["backwards"] for line in read_folder(traced)[0].steps)
     for backwards, at_begin in ((first, []), (second, [0, 0])):
         assert [one["held"] for one in backwards] == [{"0": at_begin}, {"0": [1, 1]}]
-        assert [one.get("left") for one in backwards] == [{"0": [1, 1]}, None]
+    assert [one.get("left") for one in first] == [{"0": [1, 1]}, None]
+    assert [one.get("left") for one in second] == [None, None]  # the forward of `grad()` has asked for an average
     assert [one.get("rescaled") for one in first] == [None, {"0": [0]}]  # a bias of two elements cannot tell
     assert [one.get("rescaled") for one in second] == [None, None]
     old = read_folder(traced)
@@ -88,6 +89,40 @@ def test_backwards_tell_what_they_find_in_gradients_and_no_comparison_reads_it(t
         for name in ("held", "left", "rescaled"):
             backward.pop(name, None)
     assert compare(read_folder(traced), old) is compare(old, read_folder(traced)) is None
+
+
+@pytest.mark.parametrize("face", [dpfuse.DataParallel, torch_ddp])
+def test_the_forward_decides_whether_a_backward_is_averaged(face, traced):
+    model = face(nn.Linear(4, 2))
+    if face is torch_ddp:
+        start_tracer(traced).add(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for context in (model.no_sync, nullcontext):
+        with context():
+            loss = model(torch.randn(3, 4)).sum()
+        with nullcontext() if context is model.no_sync else model.no_sync():
+            loss.backward()
+    optimizer.step()
+    (line,) = read_folder(traced)[0].steps
+    assert [("left" in one, "averaged" in one) for one in line["backwards"]] == [(True, False), (False, True)]
+
+
+def test_an_optimizer_that_gets_parameters_has_their_names(traced):
+    net = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 2))
+    model = dpfuse.DataParallel(net, check_training="off")
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in net]
+    for number in range(3):
+        model(torch.randn(3, 4)).sum().backward()
+        for optimizer in optimizers[: 1 + (number == 0)]:
+            optimizer.step()
+        if number == 1:
+            optimizers[0].add_param_group({"params": net[1].parameters()})
+    traces = read_folder(traced)
+    assert [one["names"] for one in traces[0].optimizers] == [
+        ["0.weight", "0.bias", "1.weight", "1.bias"],
+        ["1.weight", "1.bias"],
+    ]
+    assert [len(hashes_in(line["parameters"])) for line in traces[0].steps] == [2, 2, 2, 4]
 
 
 def zero(param):

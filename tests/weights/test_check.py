@@ -318,6 +318,20 @@ def test_a_changed_module_is_hashed_from_the_next_step_on(rank, size):
         assert len(made) == 1
 
 
+def test_a_module_may_change_behind_the_step_after_which_known_differences_are_looked_at_again(rank, size):
+    trained = Trained(rank)
+    trained.net.still[3].data.add_(rank)
+    trained.step(BOUND)
+    for _ in range(LOOK_AGAIN + 2):
+        if "late" in dict(trained.net.named_parameters()):
+            del trained.net.late
+        else:
+            trained.net.late = nn.Parameter(torch.ones(3), requires_grad=False)
+        trained.step()
+    assert trained.named() == ["still.3"]
+    assert (trained.model._sync.weights.off, [*trained.model._sync.weights.known]) == ("", ["still.3"])
+
+
 def test_a_rank_that_left_out_a_step_hashes_with_the_others_again(rank, size):
     trained = Trained(rank)
     trained.optimizer = SGD([*trained.net.layer.parameters()], lr=0.0)

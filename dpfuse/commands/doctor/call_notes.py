@@ -80,8 +80,11 @@ class CallNotes:
         tracer = None if torch.compiler.is_compiling() else self._tracer()
         if tracer is None:
             return plain(*args, **kwargs)
-        if what is Call.CLIP and args and isinstance(args[0], Iterator):
-            args = ([*args[0]], *args[1:])  # `parameters()` can be read once
+        if what is Call.CLIP:  # `parameters()` can be read once
+            if args and isinstance(args[0], Iterator):
+                args = ([*args[0]], *args[1:])
+            elif isinstance(kwargs.get("parameters"), Iterator):
+                kwargs["parameters"] = [*kwargs["parameters"]]
         is_outer = what not in self._running
         if is_outer:
             self._note(tracer, what, about(*args, **kwargs))

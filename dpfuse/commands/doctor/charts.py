@@ -12,21 +12,20 @@ WIDTH, HEIGHT, LEFT, BOTTOM = 420, 200, 56, 28  # in units of the drawing; small
 ROW = 34  # of a bar
 
 
-def lines(series: Mapping[str, Sequence[float | None]], *, label: str, log: bool = False) -> str:
+def lines(series: Mapping[str, Sequence[float | None]], *, label: str) -> str:
     """Return a chart with one line per series, over the step.
 
     Args:
         series: values by name; None where a step has none. A line ends before a number that is not finite, and the
             first of these is marked.
         label: of the vertical axis.
-        log: whether that axis is logarithmic; values of 0 and below are left out then.
 
     Example:
         >>> from dpfuse.commands.doctor.charts import lines
         >>> lines({"a": [1.0, 2.0]}, label="loss").count("<polyline")
         1
     """
-    shown = {name: _parts_of(values, log) for name, values in series.items()}
+    shown = {name: _parts_of(values) for name, values in series.items()}
     heights = [value for parts in shown.values() for points in parts for _, value in points]
     marks = dict.fromkeys(mark for values in series.values() if (mark := _mark_of(values)) is not None)
     if not heights and not marks:
@@ -44,9 +43,8 @@ def lines(series: Mapping[str, Sequence[float | None]], *, label: str, log: bool
     for share in (0.0, 0.5, 1.0):
         value = low + share * (high - low)
         y = float(place(0, value).partition(",")[2])
-        text = f"{10**value:.1e}" if log else f"{value:.4g}"
         drawn.append(f'<line x1="{LEFT}" x2="{WIDTH - 8}" y1="{y}" y2="{y}" class="grid"/>')
-        drawn.append(f'<text x="{LEFT - 6}" y="{y + 4}" text-anchor="end">{text}</text>')
+        drawn.append(f'<text x="{LEFT - 6}" y="{y + 4}" text-anchor="end">{value:.4g}</text>')
     for number, parts in enumerate(shown.values()):
         for points in parts:
             path = " ".join(place(step, value) for step, value in points)
@@ -63,14 +61,14 @@ def lines(series: Mapping[str, Sequence[float | None]], *, label: str, log: bool
     return _figure(WIDTH, HEIGHT, label, drawn) + _legend(list(shown))
 
 
-def _parts_of(values: Sequence[float | None], log: bool) -> list[list[tuple[int, float]]]:
+def _parts_of(values: Sequence[float | None]) -> list[list[tuple[int, float]]]:
     """Return the points between values that are not finite."""
     parts: list[list[tuple[int, float]]] = [[]]
     for step, value in enumerate(values):
         if value is not None and not math.isfinite(value):
             parts.append([])
-        elif value is not None and (value > 0 or not log):
-            parts[-1].append((step, math.log10(value) if log else value))
+        elif value is not None:
+            parts[-1].append((step, value))
     return [points for points in parts if points]
 
 

@@ -107,9 +107,6 @@ def _numbers(report: DoctorResult) -> str:
         if run.wrapper in ("torch", "dpfuse") and run.traces and run.wrapper not in series:
             series[run.wrapper] = curve_of(run.traces[rank], None if bad is None else bad.step)
     parts.append(lines({TITLES[name]: values for name, values in series.items()}, label=f"loss of rank {rank}"))
-    if numbers.ours:
-        distances = {"dpfuse from DDP": numbers.ours, "DDP with other buckets from DDP": numbers.theirs}
-        parts.append(lines(distances, label="distance of the weights, of the way trained", log=True))
     return "".join(parts)
 
 

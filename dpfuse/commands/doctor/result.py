@@ -106,7 +106,6 @@ class DoctorResult:
             "numbers": None if numbers is None else {
                 "result": numbers.result, "text": numbers.text, "steps": numbers.steps,
                 "difference": None if numbers.difference is None else numbers.difference.to_json(),
-                "distance": _finite(numbers.ours), "distance of DDP": _finite(numbers.theirs),
             },
             "speed": self.speed.to_json(),
             "findings": [finding.to_json() for finding in self.findings],

@@ -6,10 +6,10 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from dpfuse.commands.doctor.runs import Run
 from dpfuse.trace.comparison import Difference, compare, first_setting
-from dpfuse.trace.distance import distance
 from dpfuse.trace_file import NOT_FINITE, SKIPPED, RankTrace
 
 __all__ = ["EXACT_RANKS", "Numbers", "curve_of", "judge", "losses_of"]
@@ -30,17 +30,12 @@ class Numbers:
         text: for people, one or two sentences.
         steps: that were compared.
         difference: the first one, where there is one.
-        ours: the distance of dpfuse's weights from DDP's after each step, as a part of the way that training has moved
-            them.
-        theirs: that of DDP with other buckets from DDP.
     """
 
     result: str
     text: str
     steps: int
     difference: Difference | None = None
-    ours: tuple[float, ...] = ()
-    theirs: tuple[float, ...] = ()
 
     @property
     def fine(self) -> bool:
@@ -126,7 +121,6 @@ def _by_distance(first: Run, ours: Run, other: Run, found: Difference) -> Number
     bias before batch normalization. So gradients are judged, which are large where it matters, and losses.
     """
     steps = min(run.steps for run in (first, ours, other))
-    weights = _distances(first, ours, steps), _distances(first, other, steps)
     gradients = _gradient_distances(first, ours), _gradient_distances(first, other)
     losses = _loss_distance(first, ours), _loss_distance(first, other)
     spread = (
@@ -135,7 +129,7 @@ def _by_distance(first: Run, ours: Run, other: Run, found: Difference) -> Number
     )
     setting = first_setting(first.traces, ours.traces)
     beyond = [
-        step for step, pair in enumerate(zip(*gradients, strict=True)) if pair[0] > max(FARTHER * pair[1], GRADIENT)
+        step for step, pair in enumerate(zip(*gradients, strict=False)) if pair[0] > max(FARTHER * pair[1], GRADIENT)
     ]
     if setting is not None:
         text, found = f"dpfuse differs from DDP at {_place(setting)}.", setting
@@ -145,8 +139,8 @@ def _by_distance(first: Run, ours: Run, other: Run, found: Difference) -> Number
         text = f"Losses part farther than rounding explains: {spread}. First difference: {_place(found)}."
     else:
         text = f"Within rounding, as sums of three or more ranks are rounded in another order: {spread}."
-        return Numbers("close", text, steps, None, *weights)
-    return Numbers("different", text, steps, found, *weights)
+        return Numbers("close", text, steps)
+    return Numbers("different", text, steps, found)
 
 
 def _gradient_distances(one: Run, other: Run) -> list[float]:
@@ -154,9 +148,10 @@ def _gradient_distances(one: Run, other: Run) -> list[float]:
     found = []
     for ours, theirs in zip(one.traces[0].steps, other.traces[0].steps, strict=False):
         if "gradient sketch" in ours and "gradient sketch" in theirs:
-            values = ours["gradient sketch"]
-            size = distance([0.0] * len(values), values)
-            apart = distance(values, theirs["gradient sketch"]) / (size or 1.0)
+            # An optimizer of one run may have got more parameters by then; what is missing counts as zeros.
+            pairs = zip_longest(ours["gradient sketch"], theirs["gradient sketch"], fillvalue=0.0)
+            apart = math.hypot(*(mine - yours for mine, yours in pairs))
+            apart /= math.hypot(*ours["gradient sketch"]) or 1.0
             found.append(apart if math.isfinite(apart) else math.inf)  # NaN is as far as can be, and not near
     return found or [0.0]
 
@@ -172,21 +167,6 @@ def _apart(one: float, other: float) -> float:
     if math.isfinite(one) and math.isfinite(other):
         return abs(one - other) / max(abs(one), abs(other), 1e-30)
     return 0.0 if repr(one) == repr(other) else math.inf
-
-
-def _distances(one: Run, other: Run, steps: int) -> tuple[float, ...]:
-    """Return the distance of the weights after each step, over the way from the first step on."""
-    ours, theirs = one.traces[0].steps, other.traces[0].steps
-    start: dict[int, list[float]] = {}
-    found = []
-    for step in range(steps):
-        number, values = ours[step]["optimizer"], ours[step]["sketch"]
-        begin = start.setdefault(number, values)
-        # Behind the first step there is no earlier place; the size of the weights stands for the way.
-        way = distance(begin, values) or distance([0.0] * len(values), values) * 1e-3
-        apart = distance(values, theirs[step]["sketch"])
-        found.append(apart / way if way else apart)
-    return tuple(found)
 
 
 def _starts_elsewhere(found: Difference) -> bool:

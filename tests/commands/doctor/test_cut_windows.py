@@ -267,6 +267,13 @@ def test_a_short_window_without_average_is_told_where_the_ranks_part(windows, st
         assert f"Step {step} came after 2, and none of them was averaged" in seen.text
 
 
+def test_weights_that_ranks_have_not_hashed_alike_are_not_compared():
+    traces = traces_of(*usual(8), window("ll"), window("lla"))
+    for line in traces[1].steps[8:]:
+        line["parameters"] = line.pop("all_parameters")
+    assert find_unaveraged_step(traces) is None
+
+
 def test_weights_that_no_two_ranks_have_in_common_are_not_compared():
     traces = traces_of(*usual(8), window("ll", APART), window("lla", APART))
     traces[1].optimizers[0] = {"class": "SGD", "names": NAMES[:1]}

@@ -221,19 +221,24 @@ def test_the_optimizers_that_a_call_is_about_are_noted(call, of, whole, tmp_path
     assert (calls[1]["of"], calls[1]["whole"]) == (of, whole)
 
 
+ZEROED = "assert not any(param.grad.any() for param in net.parameters()); optimizer.step()"
+ZEROS = f"backward(); clip_grad_value_(clip_value=0.0, parameters=net.parameters()); {ZEROED}"
+
+
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("loop", "expected"),
     [
         ("backward(); optimizer.step()", ["backward", "step"]),
         ("backward(); clip_grad_value_(net.parameters(), 0.1); optimizer.step()", ["backward", "clip", "step"]),
+        (ZEROS, ["backward", "clip", "step"]),
         ("backward(); clip_grad_norm_(net.parameters(), torch.inf); optimizer.step()", ["backward", "step"]),
         ("net[0].weight.grad = None; backward(); optimizer.step()", ["by hand", "backward", "step"]),
         ("backward(); net[0].weight.grad.mul_(0.5); optimizer.step()", ["backward", "by hand", "step"]),
         ("optimizer.zero_grad(set_to_none=False); backward(); optimizer.step()", ["zero", "backward", "step"]),
         ("backward(); scaler.unscale_(optimizer); scaler.step(optimizer)", ["backward", "step"]),
     ],
-    ids=["nothing", "clipping", "a norm only", "dropped by hand", "scaled by hand", "zeros", "a scaler that is off"],
+    ids=["nothing", "clipping", "by name", "a norm only", "dropped by hand", "scaled by hand", "zeros", "scaler off"],
 )
 def test_what_is_done_by_hand_is_told_from_what_torch_does(loop, expected, tmp_path):
     assert kinds(heard(tmp_path, loop)) == expected
