@@ -18,7 +18,6 @@ from dpfuse.engine.user_line import warn_at_user
 __all__ = ["look_for_other_wrappers"]
 
 FORWARD = nn.parallel.DistributedDataParallel.forward.__code__
-COST = "Each gradient is averaged by both, which takes twice the time."
 
 _told: WeakSet[ReadyHooks] = WeakSet()  # of wrappers of which the user has heard
 
@@ -50,13 +49,15 @@ class _FirstForward(Watcher):
         if {*map(id, params)} <= {id(param) for around in _running() for param in around.parameters()}:
             warn_at_user(
                 "the module is wrapped twice: torch's DistributedDataParallel is around this wrapper; expected one of "
-                f"the two. {COST} Do not wrap by hand if a library such as accelerate wraps the model."
+                "the two. Each gradient is averaged by both, which takes twice the time. Do not wrap by hand if a "
+                "library such as accelerate wraps the model."
             )
         if own not in _told and (others := set.intersection(*({*hooks_on(param)} for param in params)) - {own, *_told}):
             _told.update({own, *others})
             warn_at_user(
-                f"the {len(params)} parameters of this module belong to two wrappers; expected one. {COST} Go on with "
-                "the first wrapper, or delete it before the forward of the other."
+                f"the {len(params)} parameters of this module belong to two wrappers; expected one. Each has "
+                "buffers of its own, into which all gradients are copied. Go on with the first wrapper, or delete it "
+                "before the forward of the other."
             )
 
 

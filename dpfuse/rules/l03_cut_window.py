@@ -88,7 +88,7 @@ def _where_ranks_part(traces: Traces, windows: Sequence[Window]) -> Window | Non
 
 
 def _equal(traces: Traces, step: int) -> bool | None:
-    """Whether the weights are equal on all ranks after a step; None where it was not hashed alike on all."""
+    """Whether the weights are equal on all ranks after a step; None where it was hashed in two ways."""
     if len(traces) < 2 or any(step >= len(trace.steps) for trace in traces.values()):
         return None
     lines = [trace.steps[step] for trace in traces.values()]

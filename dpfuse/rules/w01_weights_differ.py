@@ -227,7 +227,7 @@ def find(traces: Traces) -> Seen | None:
         averages = [averages_of(line) for line in lines]
         is_deep = "parameters" in lines[0]
         if any(("parameters" in line) is not is_deep for line in lines):
-            continue  # not hashed alike, as ranks whose optimizers have stepped in another order
+            continue  # hashed in two ways, as on ranks whose optimizers have stepped in another order
         texts = [line["parameters" if is_deep else "all_parameters"] for line in lines]
         before, was_apart = last.get(lines[0]["optimizer"], (None, False))
         differ = len({*texts}) > 1

@@ -73,7 +73,7 @@ class TracedModel:
     def forward_ended(self, *, training: bool) -> None:
         """Note what the backward to come is to do: it averages if one of its forwards ran outside of `no_sync()`.
 
-        In dpfuse forwards in eval mode count where no other one has run since. In torch's class all are alike.
+        In dpfuse forwards in eval mode count where no other one has run since. In torch's class all of them count.
         """
         training = training or not self._is_ours
         self._asked[training] = self._asked.get(training, False) or self._is_to_average()

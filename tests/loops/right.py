@@ -615,7 +615,7 @@ def two_heads_whose_average_comes_last(rank, size):
 
 @quiet
 def stages_that_keep_their_wrappers(rank, size):
-    """The hooks of the first wrapper average what is local for the second one, so that rest is none."""
+    """The first wrapper leaves the backwards of the second one to it, also those that average nothing."""
     net, stages = mlp(), []
     for stage in range(2):
         model = dpfuse.DataParallel(net)
@@ -623,13 +623,16 @@ def stages_that_keep_their_wrappers(rank, size):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         for x, y in batches(rank, 12, stage):
             optimizer.zero_grad()
-            loss_of(model(x), y).backward()
             if stage:
                 with model.no_sync():
                     loss_of(model(x), y).backward()
-                means = net[0].weight.grad.clone()
-                dist.all_reduce(means)
-                torch.testing.assert_close(net[0].weight.grad, means / size)
+                sums = net[0].weight.grad.clone()
+                dist.all_reduce(sums)
+                assert not torch.allclose(net[0].weight.grad, sums / size)
+            loss_of(model(x), y).backward()
+            sums = net[0].weight.grad.clone()
+            dist.all_reduce(sums)
+            torch.testing.assert_close(net[0].weight.grad, sums / size)
             optimizer.step()
 
 

@@ -74,11 +74,11 @@ class Listener:
 
 def recorded(synchronises=True, **options):
     model, listener = Layers(), Listener(synchronises)
-    watch = BackwardWatch(listener)
+    hooks = ReadyHooks(alone=False)
+    watch = BackwardWatch(listener, hooks=hooks)
     recorder = listener.recorder = BackwardRecorder(3, on_gpu=False, **options)
     recorder.join(SimpleNamespace(without_inputs=False))
     params = [model.first, model.second, model.unused]
-    hooks = ReadyHooks(alone=False)
     hooks.recorder = recorder
     hooks.put_on(params)
     hooks.install(dict(enumerate(listener.mark(name) for name in ("first", "second", "unused"))))
