@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dpfuse.comm import collective
-from dpfuse.engine.late_reading import Guard, HostPairs, LateReading
+from dpfuse.engine.late_reading import Guard, HostPairs, LateReading, PairsReader
 from dpfuse.engine.reading import ALL_WELL, Outcome, Reading, Row
 from dpfuse.engine.report_format import CHANGED, FAILED, NO_MEMORY, RANK_BITS, ReportFormat, bits_of
 from dpfuse.engine.report_layout import Question, ReportLayout, ReportPlace
@@ -100,8 +100,9 @@ class Report:
         self._sums: _Sums | None = None  # of this backward
         self._latest: _Sums | None = None  # of this one, or the one before
         self._host: HostPairs | None = None  # on a CPU, of this backward
-        self._late = LateReading(self._reading_of)  # on CUDA
-        self._usual = b""  # the pairs that said last that all is well
+        self._pairs = PairsReader(format)
+        # On CUDA. It leads to no report, which has the memory of a buffer: a cycle would keep that for a while.
+        self._late = LateReading(self._pairs.read)
         self._told = ALL_WELL  # what every rank has heard last
 
     def source(self, outcome: Outcome) -> Tensor:
@@ -226,7 +227,7 @@ class Report:
             host = self._host
             if host is None or host.values is not sums.parts.told:
                 host = self._host = HostPairs(sums.parts.told)
-            reading = ALL_WELL if host.memory.raw == self._usual else self._reading_of(host)
+            reading = ALL_WELL if host.memory.raw == self._pairs.usual else self._pairs.read(host)
             if reading is not self._told:
                 self._tell_of(reading)
             if reading is ALL_WELL:
@@ -248,7 +249,7 @@ class Report:
                     late.keep(told)  # ranks that do not wait read it in the next backward, so this rank does, too
                     late.hand_over()
                 return before
-            reading = late.early = self._reading_of(HostPairs(told.cpu()))
+            reading = late.early = self._pairs.read(HostPairs(told.cpu()))
         if not reading.all_well and gather:
             sums.reading = self._with_rows(reading, outcome, sums)
             return sums.reading
@@ -312,17 +313,6 @@ class Report:
             guard: gets the summed pairs, [2 * pairs], and what it is to copy: from and to; None if that is nothing.
         """
         self._late.hand_over(guard, None if guard is None else self.pairs())
-
-    def _reading_of(self, host: HostPairs) -> Reading:
-        """Return what these pairs say: in nearly every backward that all is well, nothing differs and no rank asks."""
-        memory = host.memory.raw
-        if memory == self._usual:
-            return ALL_WELL
-        told = host.values.tolist()
-        if self._format.says_something(told):
-            return self._format.read(told)
-        self._usual = memory  # the ranks compare other numbers now, and have the same ones
-        return ALL_WELL
 
 
 class _Parts(NamedTuple):

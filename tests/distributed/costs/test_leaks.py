@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from time import monotonic, sleep
 from unittest import mock
 
 import pytest
@@ -138,6 +139,27 @@ def rebuilt(rank, size):
 
 def test_the_buffers_of_the_first_plan_are_freed_once_no_gradient_is_in_them(ranks):
     assert ranks(rebuilt) == [[], []]
+
+
+def rebuilt_without_a_collection(rank, size):
+    gc.collect()
+    gc.disable()
+    try:
+        model = dpfuse.DataParallel(net(), None, 0.001, 0.0005)
+        report = weakref.ref(model.reducer.in_use.report)  # has parts of the last buffer, and so all of its memory
+        for _ in range(3):
+            model.zero_grad()
+            step(model, rank)
+        limit = monotonic() + 3.0  # a thread of gloo may still have them
+        while report() is not None and monotonic() < limit:
+            sleep(0.01)
+        return report() is None
+    finally:
+        gc.enable()
+
+
+def test_the_buffers_of_the_first_plan_need_no_garbage_collection(ranks):
+    assert ranks(rebuilt_without_a_collection) == [True, True]
 
 
 @pytest.mark.parametrize("views", [True, False], ids=["views", "private"])
