@@ -1,8 +1,8 @@
 """The file of one rank's trace: JSON lines. Writes and reads them, and knows what each field means.
 
 The first line holds the settings of the process. A line `model` comes when a model is wrapped, and a line `optimizer`
-before the first step of an optimizer. Another one replaces it when the optimizer has another number of parameters. A
-line `step` comes after each step of an optimizer:
+before the first step of an optimizer. It is written again when the number of its parameters has changed, and
+the last one counts. A line `step` comes after each step of an optimizer:
 
 - `forwards`: of each forward `model`, `training`, `context` (autocast), `random`, `inputs`, `outputs`, `buffers`, and
   `weights`, unless it runs inside the step of an optimizer

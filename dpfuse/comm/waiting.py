@@ -218,7 +218,7 @@ def finish(work: dist.Work, board: Board | None, device: str = "cpu", *, last: b
         kind = device.partition(":")[0]
         if kind not in board.interruptible:
             work.wait(NO_LIMIT)
-            if last and (kind != "cpu" or not work.is_completed()):  # on a CPU it has ended, unless it never does
+            if last and (kind != "cpu" or not work.is_completed()):  # on a CPU most back ends wait until it has ended
                 board.device_done = _completion(work, kind, board)
             return
         while True:

@@ -67,7 +67,6 @@ class ReadyHooks:
     Attributes:
         alone: as given.
         recorder: notes when each gradient is ready; the hooks that are installed from then on tell it.
-        handles: of the hooks, by the id of their parameter, which `_params` keeps alive. They lead to nothing.
     """
 
     def __init__(self, alone: bool) -> None:
@@ -75,18 +74,18 @@ class ReadyHooks:
         self.recorder: ReadyRecorder | None = None
         self._planned: Sequence[Tensor] = ()
         self._params: Sequence[Tensor] = ()  # the leaves of the planned ones
-        self.handles: dict[int, RemovableHandle] = {}
+        self._handles: dict[int, RemovableHandle] = {}  # by id of the parameter, which `_params` keeps alive
         _all_hooks.add(self)
-        # The parameters may live on, also where a wrapper could not be made. What is kept here leads to no module: it
-        # may lead to its wrapper, and nothing of both would ever be freed.
-        weakref.finalize(self, _take_off, self.handles).atexit = False
+        # The parameters may outlive this object. Handles refer to no module: one that refers to its wrapper would keep
+        # both alive for ever.
+        weakref.finalize(self, _take_off, self._handles).atexit = False
 
     def put_on(self, params: Sequence[Tensor]) -> None:
         """Use these parameters from now on: `install` puts hooks on them. Remove the hooks of other parameters."""
         self._planned, self._params = params, list(map(leaf_of, params))
         kept = set(map(id, self._params))
-        for key in [key for key in self.handles if key not in kept]:
-            self.handles.pop(key).remove()
+        for key in [key for key in self._handles if key not in kept]:
+            self._handles.pop(key).remove()
         self.restore()
         _look_for_shared()
 
@@ -108,10 +107,10 @@ class ReadyHooks:
                 hook = planned.calling(hook)
             elif not has_memory(param):
                 hook = _with_dense_gradient(hook)
-            handle = self.handles.get(id(param))
+            handle = self._handles.get(id(param))
             installed = None if handle is None else handle.hooks_dict_ref()
             if handle is None or installed is None or handle.id not in installed:
-                self.handles[id(param)] = _register(param, hook)
+                self._handles[id(param)] = _register(param, hook)
             else:
                 installed[handle.id] = hook
 
@@ -122,7 +121,7 @@ class ReadyHooks:
             Whether that was the order already. If not, a backward that calls them now keeps the order before.
         """
         leaf = leaf_of(param)
-        hooks, own = hook_tables(leaf)[1], self.handles.get(id(leaf))
+        hooks, own = hook_tables(leaf)[1], self._handles.get(id(leaf))
         if own is None or next(reversed(hooks)) == own.id:
             return True
         keys, ready = [*hooks], ready_keys(leaf)
@@ -135,7 +134,7 @@ class ReadyHooks:
     def remove(self) -> None:
         """Remove all hooks from the parameters."""
         self._planned = self._params = ()
-        _take_off(self.handles)
+        _take_off(self._handles)
 
     def any_on(self, leaves: Collection[int]) -> bool:
         """Whether one of these hooks is on one of these leaves, given by their ids."""
@@ -143,11 +142,11 @@ class ReadyHooks:
 
     def is_on(self, param: Tensor) -> bool:
         """Whether one of these hooks is on `param`."""
-        return id(param) in self.handles  # `_params` keeps it alive
+        return id(param) in self._handles  # `_params` keeps it alive
 
     def key_on(self, param: Tensor) -> int | None:
         """Return the key of the hook on `param` in torch's table; None if there is none."""
-        handle = self.handles.get(id(param))
+        handle = self._handles.get(id(param))
         return None if handle is None else handle.id
 
 

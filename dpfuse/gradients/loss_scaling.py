@@ -89,13 +89,13 @@ class LossScale:
         if reached.window is not self._window:
             self.forget()
             self._window = reached.window
-        alike = [self]
+        scales = [self]
         if shared:  # another model of this window may have unscaled a part that both have
-            alike += [one for one in tuple(_living) if one is not self and one._window is self._window]
-        unscaled = frozenset[int]().union(*(one.unscaled for one in alike))
+            scales += [one for one in tuple(_living) if one is not self and one._window is self._window]
+        unscaled = frozenset[int]().union(*(one.unscaled for one in scales))
         joined = unscaled & trained() if unscaled else unscaled
         if joined:
-            asked = any(not joined.isdisjoint(ids) for one in alike for ids in one.holders.values())
+            asked = any(not joined.isdisjoint(ids) for one in scales for ids in one.holders.values())
             if asked or not announced:
                 why = "unscale_() was called" if asked else "it went through no output of the wrapped model"
                 raise DPFuseError(
@@ -104,7 +104,7 @@ class LossScale:
                     "unscale_() after the last of them and losses of the wrapped model's outputs."
                 )
             multiply(joined, reached.scale)
-            for one in alike:
+            for one in scales:
                 one.unscaled, one.fresh = one.unscaled - joined, one.fresh - joined
         return reached.scale
 

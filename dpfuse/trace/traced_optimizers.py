@@ -33,16 +33,16 @@ class TracedOptimizers:
     def step(self, optimizer: Optimizer) -> tuple[int, int]:
         """Count a step; return the number of the optimizer, and its steps.
 
-        It gets a line, and another one that replaces it each time it has another number of parameters.
+        Its line has the names of its parameters. It is written again when their number has changed.
         """
         new = len(self._stepped)
         number = next((number for number, one in enumerate(self._stepped) if one() is optimizer), new)
         if number == new:
             self._stepped.append(ref(optimizer))
             self._steps.append(0)
-            self._counts.append(0)
+            self._counts.append(-1)
         params = params_of(optimizer)
-        if self._counts[number] != len(params) or not self._steps[number]:
+        if self._counts[number] != len(params):
             self._counts[number] = len(params)
             names = [self.names.get(id(param), f"parameter {place}") for place, param in enumerate(params)]
             self._file.write("optimizer", {"number": number, "class": type(optimizer).__name__, "names": names})

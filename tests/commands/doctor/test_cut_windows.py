@@ -267,7 +267,7 @@ def test_a_short_window_without_average_is_told_where_the_ranks_part(windows, st
         assert f"Step {step} came after 2, and none of them was averaged" in seen.text
 
 
-def test_weights_that_ranks_have_not_hashed_alike_are_not_compared():
+def test_weights_that_ranks_have_hashed_in_two_ways_are_not_compared():
     traces = traces_of(*usual(8), window("ll"), window("lla"))
     for line in traces[1].steps[8:]:
         line["parameters"] = line.pop("all_parameters")

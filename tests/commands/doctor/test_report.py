@@ -436,7 +436,7 @@ def test_weights_that_part_behind_the_same_average_are_named_and_no_local_steps(
     assert findings_of([traced(begun, [("", "9" * 8), ("b" * 8, "8" * 8), ("c" * 8, "7" * 8)])]) == ()
 
 
-def test_steps_that_ranks_have_not_hashed_alike_are_not_compared():
+def test_steps_that_ranks_have_hashed_in_two_ways_are_not_compared():
     run = traced(EQUAL_STEPS, EQUAL_STEPS)
     line = run.traces[1].steps[1]  # its optimizer has stepped more often by then, so this step is not hashed in full
     line["all_parameters"] = line.pop("parameters")
