@@ -120,10 +120,9 @@ class BucketMaker:
             tensors = votes.order_tensors(order, [*marks, hidden, board is None or not board.one_machine], group)
             try:
                 self.agreed = self._agreed_buckets(in_use, *tensors, group)
-            except DPFuseError as error:
-                return error
             except BaseException as error:
-                if was_told(error):  # an interrupt
+                voted = isinstance(error, DPFuseError) and not error.ranks  # not a wait that cannot end
+                if voted or was_told(error):  # told: an interrupt
                     return error
                 self._membership.leave(error)  # it is unknown in which vote the peers are
                 raise
