@@ -1,6 +1,6 @@
 """The machines of a job, as Paddle's flags describe them.
 
-Owns `--master --rank`, and `--ips --node_ip --started_port`. Starts nothing.
+Owns `--master --rank`, and `--ips --node_ip --started_port`; and the variables that stand for flags. Starts nothing.
 """
 
 from __future__ import annotations
@@ -8,11 +8,12 @@ from __future__ import annotations
 import argparse
 import ipaddress
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dpfuse.job.interfaces import address_towards, interface_addresses, is_own_address
 
-__all__ = ["MASTER_PORT", "STARTED_PORT", "Nodes", "read_nodes"]
+__all__ = ["MASTER_PORT", "STARTED_PORT", "Nodes", "read_nodes", "take_variables"]
 
 MASTER_PORT = 29500  # torchrun's default
 STARTED_PORT = 6170  # the default of Paddle's older launchers
@@ -112,6 +113,33 @@ def read_nodes(args: argparse.Namespace, given: set[str]) -> Nodes | None:
     if used == ["--master"]:
         return _by_master(args, given, smallest, largest)
     return _by_addresses(args, given)
+
+
+def take_variables(args: argparse.Namespace, given: set[str], environ: Mapping[str, str]) -> set[str]:
+    """Take the machines of the job from Paddle's variables, if no flag describes them; return the names in `args`.
+
+    A rank has these variables, too: a launcher that it starts has a job of its own.
+
+    Raises:
+        ValueError: there are several machines, and no address of node 0.
+    """
+    count = environ.get("PADDLE_NNODES", "")
+    flags = {"nnodes", *TORCHRUNS_WAY, *(flag for flags in WAYS.values() for flag in flags)}
+    if count in ("", "1", "1:1") or given & flags or "TORCHELASTIC_RUN_ID" in environ:
+        return set()
+    args.nnodes, args.master = count, environ.get("PADDLE_MASTER")
+    if not args.master:
+        raise ValueError(
+            f"PADDLE_NNODES: got {count!r}, but neither PADDLE_MASTER nor flags; expected the address of node 0 as "
+            "well: PADDLE_MASTER=host:port. Unset PADDLE_NNODES if this machine is the only one."
+        )
+    rank = environ.get("PADDLE_RANK", "")
+    if not rank:
+        return {"nnodes", "master"}
+    if not rank.isdecimal():
+        raise ValueError(f"PADDLE_RANK: got {rank!r}, expected the number of this machine, from 0")
+    args.rank = int(rank)
+    return {"nnodes", "master", "rank"}
 
 
 def _node_range(text: str) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dpfuse.job.devices import check_one_rank_each, select_gpus, visible_gpus
-from dpfuse.job.nodes import STARTED_PORT, read_nodes
+from dpfuse.job.nodes import STARTED_PORT, read_nodes, take_variables
 from dpfuse.job.rank_program import SECONDS_TO_END
 
 __all__ = ["PROGRAM", "parse", "say"]
@@ -115,7 +115,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         # Parsed once more without defaults: the values that are set then were written by the user.
         written = argparse.Namespace(**{action.dest: None for action in parser._actions})
         parser.parse_known_args(arguments, written)
-        args.nodes = read_nodes(args, {name for name, value in vars(written).items() if value is not None})
+        given = {name for name, value in vars(written).items() if value is not None}
+        args.nodes = read_nodes(args, given | take_variables(args, given, os.environ))
         _settle_job_flags(args)
         _settle_ranks(args)
         _settle_end(args)

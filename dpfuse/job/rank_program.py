@@ -11,6 +11,8 @@ import atexit
 import contextlib
 import ctypes
 import functools
+import gc
+import io
 import json
 import os
 import runpy
@@ -40,6 +42,7 @@ __all__ = [
 KEPT_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)  # with which schedulers announce the end of a job
 SECONDS_TO_END = 8  # that a rank gets to end after it failed or was asked to; torchrun gives 30
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
+BUFFERED = io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom  # a text is written into one of the others
 
 
 @dataclass(frozen=True)
@@ -217,7 +220,8 @@ def end_within(seconds: float, code: int) -> None:
 def end_process(code: int = 0, *, forked: bool = False) -> NoReturn:
     """End this process with an exit code, after everything that Python does at its end.
 
-    A fork does not run the exit functions of its parent, which for instance remove folders that the parent uses.
+    A fork does not run the exit functions of its parent, which for instance remove folders that the parent uses. Nor
+    does it write what the parent's open files still buffer.
 
     Python's finalization is skipped: threads of libraries may still run then, and abort a rank whose work is done, or
     replace the exit code of a failed rank by a signal. The process group is destroyed first, but not after a failure:
@@ -233,11 +237,20 @@ def end_process(code: int = 0, *, forked: bool = False) -> NoReturn:
     distributed = sys.modules.get("torch.distributed")
     if code == 0 and distributed is not None and distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()
-    for stream in (sys.stdout, sys.stderr):
+    for stream in (sys.stdout, sys.stderr, *([] if forked else _open_files())):
         # The stream is closed, or a pipe without a reader.
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
+    if not forked:
+        ctypes.CDLL(None).fflush(None)  # what C and C++ have printed
     os._exit(code)
+
+
+def _open_files() -> list[Any]:
+    """Return the files that the program has left open: Python's finalization would write what they buffer."""
+    gc.unfreeze()  # else its objects are not listed
+    objects = gc.get_objects()
+    return [each for kind in BUFFERED for each in objects if issubclass(type(each), kind)]
 
 
 def _note_if_stopped(code: int) -> None:

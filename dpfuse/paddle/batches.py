@@ -118,16 +118,22 @@ class Batches:
         lines = [f"{self.steps} batches, shared", f"{len(loader.dataset)} samples", *lines]
         return "\n".join(f"{self.name}: {line}" for line in lines)
 
-    def epoch(self, limit: int | None) -> Iterator[tuple[Any, bool]]:
+    def epoch(self, limit: int | None, *, looks_ahead: bool) -> Iterator[tuple[Any, bool]]:
         """Yield the batches of a training epoch, or its first `limit`, each with a flag for the last one.
 
         Then move torch's DistributedSampler to its next epoch. DistributedBatchSampler does this by itself.
+
+        Args:
+            looks_ahead: whether the flag is needed where only the next batch tells it. A loader may give the same memory
+                again, or choose samples by the weights, so no batch is read too early without need.
         """
         loader: Any = self.loader
         batches = islice(loader, limit)
         if self.distribution is not Distribution.UNKNOWN and self.steps:
             last = self.steps if limit is None else min(limit, self.steps)
             yield from ((batch, number == last) for number, batch in enumerate(batches, 1))
+        elif not looks_ahead:
+            yield from ((batch, False) for batch in batches)
         else:
             # The length may be missing or wrong. Only a next batch shows that a batch is not the last.
             held = next(batches, self)
@@ -139,7 +145,7 @@ class Batches:
         if isinstance(sampler, DistributedSampler):
             sampler.set_epoch(sampler.epoch + 1)
 
-    def warn_of_distribution(self, training: bool = False) -> None:
+    def warn_of_distribution(self, training: bool = False, stacklevel: int = 3) -> None:
         """Warn on rank 0 if the loader does something unexpected on several ranks."""
         if world_size() == 1 or get_rank() != 0:
             return
@@ -156,7 +162,7 @@ class Batches:
             f"{self.name} {problem}. Pass the dataset itself, or a DataLoader with "
             "batch_sampler=DistributedBatchSampler(…).",
             UserWarning,
-            stacklevel=3 if training else 4,
+            stacklevel=stacklevel,
         )
 
 

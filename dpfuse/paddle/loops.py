@@ -42,7 +42,8 @@ class Loops:
         """
         self._meters.reset()
         logs: dict[str, Any] = {}
-        for step, (batch, last) in enumerate(batches.epoch(limit)):
+        looks_ahead = every > 1 or (batches.steps is None and world_size() > 1)
+        for step, (batch, last) in enumerate(batches.epoch(limit, looks_ahead=looks_ahead)):
             self._callbacks.call("on_train_batch_begin", step, logs)
             inputs, labels = self._items(batch, labelled=True)
             update = (step + 1) % every == 0 or last

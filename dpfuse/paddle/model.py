@@ -16,7 +16,7 @@ from dpfuse.paddle import model_files
 from dpfuse.paddle.batch_model import BatchModel
 from dpfuse.paddle.batches import Batches, Distribution
 from dpfuse.paddle.callback_base import Callback, CallbackList
-from dpfuse.paddle.callbacks import EarlyStopping, ModelCheckpoint, ProgBarLogger
+from dpfuse.paddle.callbacks import EarlyStopping, LRScheduler, ModelCheckpoint, ProgBarLogger
 from dpfuse.paddle.collectives import agree, any_rank
 from dpfuse.paddle.loops import Loops
 from dpfuse.paddle.meters import as_list
@@ -138,10 +138,13 @@ class Model(BatchModel):
             "Give every rank the same arguments and the same number of batches.",
         )
         train.warn_of_distribution(training=True)
+        if evaluation is not None:
+            evaluation.warn_of_distribution()
         stepper.check_ready()
         self.stop_training = False
         left = num_iters
         stepper.drop_gradients()
+        stepper.schedules.use([callback.scheduler for callback in own if isinstance(callback, LRScheduler)])
         try:
             with network_mode(self.network, training=True), self._loops(run) as loops:
                 run.call("on_train_begin")
@@ -308,7 +311,7 @@ class Model(BatchModel):
             remedy = "Call it on every rank with the same arguments."
             agree(f"{batches.facts}\n{facts}", f"the call of {call}", remedy)
             self._stepper.wrap()
-        batches.warn_of_distribution()
+        batches.warn_of_distribution(stacklevel=4)
         return run
 
     def _callbacks(self, own: list[Any], usual: Sequence[Callback], **params: Any) -> CallbackList:

@@ -15,7 +15,8 @@ from dpfuse import DPFuseError
 from dpfuse.arguments import a_path, flag
 from dpfuse.model.state_dict import without_prefix
 from dpfuse.model.trial_load import compared
-from dpfuse.paddle.serialization import load, save, written_whole
+from dpfuse.paddle.paddle_files import in_torch_layout
+from dpfuse.paddle.serialization import is_paddle_file, load, save, written_whole
 from dpfuse.paddle.static.input_spec import InputSpec
 from dpfuse.paddle.stepper import Stepper
 
@@ -23,6 +24,7 @@ __all__ = ["export", "prefix_of", "restore", "store"]
 
 SUFFIXES = (".pdparams", ".pdopt", ".pdscaler", ".pt2")
 EPOCHS = "trained_epochs"  # in the optimizer's file, beside its state
+SCHEDULES = "LR_Scheduler"  # there, too, under Paddle's name
 ANY_SIZE = 32  # in the example inputs of an export: size of a free dimension other than the batch
 
 
@@ -46,13 +48,14 @@ def store(stepper: Stepper, prefix: str) -> None:
     """Write the files from which training can continue."""
     save(stepper.network.state_dict(), f"{prefix}.pdparams")
     if stepper.optimizer is not None:
-        save({**stepper.optimizer.state_dict(), EPOCHS: stepper.epochs}, f"{prefix}.pdopt")
+        more = {EPOCHS: stepper.epochs, SCHEDULES: stepper.schedules.state()}
+        save({**stepper.optimizer.state_dict(), **more}, f"{prefix}.pdopt")
     if stepper.precision.scaler is not None:
         save(stepper.precision.scaler.state_dict(), f"{prefix}.pdscaler")
 
 
 def restore(stepper: Stepper, prefix: str, skip_mismatch: bool, reset_optimizer: bool) -> None:
-    """Read the files of `store` on this rank. Ignore parameters that the network does not have.
+    """Read the files of `store`, or those of real Paddle, on this rank. Ignore parameters that the network lacks.
 
     Raises:
         FileNotFoundError: A file is missing.
@@ -66,6 +69,8 @@ def restore(stepper: Stepper, prefix: str, skip_mismatch: bool, reset_optimizer:
     if not isinstance(saved, Mapping):
         raise ValueError(f"{prefix}.pdparams holds a {type(saved).__name__}; expected a dict of parameters by name")
     saved = without_prefix(saved, stepper.network)
+    if is_paddle_file(f"{prefix}.pdparams"):
+        saved = dict(in_torch_layout(saved, stepper.network))
     missing = compared(stepper.network, saved).missing
     problems = {key: problem for key, value in expected.items() if (problem := _mismatch(key, value, saved, missing))}
     if problems and not skip_mismatch:
@@ -77,8 +82,9 @@ def restore(stepper: Stepper, prefix: str, skip_mismatch: bool, reset_optimizer:
         warnings.warn(f"not loaded: {'; '.join(problems.values())}", UserWarning, stacklevel=3)
         reset_optimizer = True
     epochs = 0
+    schedules: list[Any] = []
     if stepper.optimizer is not None and not reset_optimizer:
-        epochs = _restore_optimizer(stepper, stepper.optimizer, prefix)
+        epochs, schedules = _restore_optimizer(stepper, stepper.optimizer, prefix)
     elif stepper.optimizer is not None:
         stepper.optimizer.state.clear()
     elif not reset_optimizer and Path(f"{prefix}.pdopt").is_file():
@@ -89,6 +95,7 @@ def restore(stepper: Stepper, prefix: str, skip_mismatch: bool, reset_optimizer:
             stacklevel=3,
         )
     stepper.epochs = epochs
+    stepper.schedules.load(schedules)
     fitting = {key: value for key, value in saved.items() if key not in problems}
     stepper.network.load_state_dict(fitting, strict=False)
 
@@ -103,14 +110,14 @@ def _mismatch(key: str, value: Any, saved: Mapping[str, Any], missing: Sequence[
     return None
 
 
-def _restore_optimizer(stepper: Stepper, optimizer: torch.optim.Optimizer, prefix: str) -> int:
-    """Load the states of optimizer and loss scale, both or none. Return the number of trained epochs."""
+def _restore_optimizer(stepper: Stepper, optimizer: torch.optim.Optimizer, prefix: str) -> tuple[int, list[Any]]:
+    """Load the states of optimizer and loss scale, both or none. Return the number of trained epochs, and schedules."""
     remedy = "The model has an optimizer; pass reset_optimizer=True to load only the parameters."
     scaler = stepper.precision.scaler
     before = optimizer.state_dict(), None if scaler is None else scaler.state_dict()
     try:
         state = dict(load(f"{prefix}.pdopt"))
-        epochs = int(state.pop(EPOCHS, 0))
+        epochs, schedules = int(state.pop(EPOCHS, 0)), list(state.pop(SCHEDULES, []))
         scale = load(f"{prefix}.pdscaler") if scaler is not None and Path(f"{prefix}.pdscaler").is_file() else None
         optimizer.load_state_dict(state)
         # The state of another optimizer loads without an error, but the first step would raise.
@@ -129,7 +136,7 @@ def _restore_optimizer(stepper: Stepper, optimizer: torch.optim.Optimizer, prefi
             f"{prefix}.pdopt does not fit the optimizer, {type(optimizer).__name__} ({type(error).__name__}: {error}); "
             f"nothing is loaded. {remedy}"
         ) from error
-    return epochs
+    return epochs, schedules
 
 
 def export(network: nn.Module, inputs: Sequence[Any], device: torch.device, prefix: str) -> None:

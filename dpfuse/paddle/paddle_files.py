@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from dpfuse.arguments import instance
 from dpfuse.model.state_dict import without_prefix
 from dpfuse.wrapper import bare_module
 
-__all__ = ["read_paddle_file", "to_torch_state_dict"]
+__all__ = ["in_torch_layout", "read_paddle_file", "to_torch_state_dict"]
 
 NAMES = "StructuredToParameterName@@"  # the key of Paddle's own names for parameters
 SPLIT = "UnpackBigParamInfor@@"  # the key of how large arrays were cut, for protocols 2 and 3
@@ -85,32 +85,21 @@ def to_torch_state_dict(state: Mapping[str, Any], model: nn.Module) -> OrderedDi
     instance("model", model, nn.Module, "a torch.nn.Module")
     bare = bare_module(model)
     expected = bare.state_dict()
-    modules = dict(bare.named_modules())
-    found: OrderedDict[str, Tensor] = OrderedDict()
-    for key, value in without_prefix(state, bare).items():
-        owner, _, leaf = key.rpartition(".")
-        module = modules.get(owner)
-        if isinstance(module, _NormBase):
-            leaf = STATISTICS.get(leaf, leaf)
-        name = f"{owner}.{leaf}" if owner else leaf
+    given = without_prefix(state, bare)
+    pairs = list(in_torch_layout(given, bare))
+    for key, (name, tensor) in zip(given, pairs, strict=False):  # behind these are the batch counters
         if name not in expected:
             raise ValueError(
                 f"{key!r} is in the state dict and not in the model; expected names such as "
                 f"{', '.join(map(repr, list(expected)[:3]))}. Build the same layers under the same names."
             )
-        tensor = torch.as_tensor(value)
-        if isinstance(module, nn.Linear) and leaf == "weight":
-            tensor = tensor.t().contiguous()
-        if tensor.dtype == torch.uint16 and expected[name].dtype == torch.bfloat16:
-            tensor = tensor.view(torch.bfloat16)
         if tensor.shape != expected[name].shape:
             raise ValueError(
-                f"{key!r} has shape {tuple(torch.as_tensor(value).shape)} in the state dict, and {name!r} "
+                f"{key!r} has shape {tuple(torch.as_tensor(given[key]).shape)} in the state dict, and {name!r} "
                 f"{tuple(expected[name].shape)} in the model; expected equal ones, with Linear weights transposed. "
                 "Build the same layers."
             )
-        found[name] = tensor
-    found.update({name: value for name, value in expected.items() if name.endswith("num_batches_tracked")})
+    found = OrderedDict(pairs)
     if missing := [name for name in expected if name not in found]:
         raise ValueError(
             f"the state dict has no {missing[0]!r} ({len(missing)} names are missing), which the model has; expected "
@@ -118,6 +107,29 @@ def to_torch_state_dict(state: Mapping[str, Any], model: nn.Module) -> OrderedDi
         )
     wrapped = dict(zip(expected, model.state_dict(), strict=True))
     return OrderedDict((wrapped[name], tensor) for name, tensor in found.items())
+
+
+def in_torch_layout(state: Mapping[str, Any], module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield name and tensor, in torch's layout, for each entry of a state dict of Paddle; then the batch counters.
+
+    Args:
+        state: by names without a wrapper's prefix.
+        module: bare. Names and shapes are not compared with its own.
+    """
+    expected, modules = module.state_dict(), dict(module.named_modules())
+    for key, value in state.items():
+        owner, _, leaf = key.rpartition(".")
+        layer = modules.get(owner)
+        if isinstance(layer, _NormBase):
+            leaf = STATISTICS.get(leaf, leaf)
+        name = f"{owner}.{leaf}" if owner else leaf
+        tensor = torch.as_tensor(value)
+        if isinstance(layer, nn.Linear) and leaf == "weight":
+            tensor = tensor.t().contiguous()
+        if tensor.dtype == torch.uint16 and name in expected and expected[name].dtype == torch.bfloat16:
+            tensor = tensor.view(torch.bfloat16)
+        yield name, tensor
+    yield from ((name, value) for name, value in expected.items() if name.endswith("num_batches_tracked"))
 
 
 class _ForbiddenError(Exception):

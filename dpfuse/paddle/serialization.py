@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,10 +19,12 @@ from dpfuse.arguments import a_path
 from dpfuse.paddle.meters import to_numpy
 from dpfuse.paddle.paddle_files import read_paddle_file
 
-__all__ = ["load", "save", "written_whole"]
+__all__ = ["is_paddle_file", "load", "plain", "save", "written_whole"]
 
 ZIP, PICKLE = b"PK", b"\x80"  # how files of torch, and those of Paddle, begin
-PLAIN = (bool, int, float, complex, str, bytes, type(None), Tensor, torch.dtype, torch.device, torch.Size)
+PLAIN = {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size}
+# What files name for a number of numpy: those of torch.save, such as a learning rate that numpy has computed.
+NUMPY_NUMBERS = [np.float64(0).__reduce__()[0], np.dtype, *{type(np.dtype(code)) for code in np.typecodes["AllFloat"]}]
 
 
 @contextmanager
@@ -70,9 +72,9 @@ def save(obj: Any, path: str | os.PathLike[str], protocol: int = 4) -> None:
     name = os.fspath(path)
     if not name or name.endswith(("/", os.sep)) or Path(path).is_dir():
         raise ValueError(f"path must be that of a file, got {name!r}; pass for example 'folder/model.pdparams'")
-    plain = _plain(obj, "obj")
+    found = plain(obj, "obj")
     with written_whole(path) as temporary:
-        torch.save(plain, temporary)
+        torch.save(found, temporary)
 
 
 def load(path: str | os.PathLike[str], return_numpy: bool = False) -> Any:
@@ -98,8 +100,7 @@ def load(path: str | os.PathLike[str], return_numpy: bool = False) -> Any:
     if not Path(path).is_file():
         what = "is a folder" if Path(path).is_dir() else "does not exist"
         raise FileNotFoundError(f"{os.fspath(path)!r} {what}; expected a file that save() has written")
-    with open(path, "rb") as file:
-        head = file.read(2)
+    head = _head(path)
     if head[:1] == PICKLE:
         found = read_paddle_file(path)
         return tree_map(to_numpy, found) if return_numpy else found
@@ -109,7 +110,8 @@ def load(path: str | os.PathLike[str], return_numpy: bool = False) -> Any:
             "file of tensors that dpfuse.paddle.save, torch.save or real Paddle's paddle.save has written"
         )
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
+        with torch.serialization.safe_globals(NUMPY_NUMBERS):
+            found = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, EOFError, RuntimeError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ValueError(
@@ -119,19 +121,37 @@ def load(path: str | os.PathLike[str], return_numpy: bool = False) -> Any:
     return tree_map(to_numpy, found) if return_numpy else found
 
 
-def _plain(obj: Any, where: str) -> Any:
-    if isinstance(obj, PLAIN):
+def is_paddle_file(path: str | os.PathLike[str]) -> bool:
+    """Whether real Paddle wrote this file: its layers' weights then have Paddle's names and layouts."""
+    return _head(path)[:1] == PICKLE
+
+
+def plain(obj: Any, where: str) -> Any:
+    """Return `obj` as `load` reads it: numpy's arrays and numbers become tensors and numbers.
+
+    Raises:
+        TypeError: there is something that `load` would reject; the text calls it `where` and what leads to it.
+    """
+    if isinstance(obj, np.generic):  # before the plain types: np.float64 is a float, too
+        obj = obj.item()
+    if type(obj) in PLAIN or isinstance(obj, Tensor):
         return obj
     if isinstance(obj, np.ndarray):
         return torch.from_numpy(obj)
-    if isinstance(obj, np.generic):
-        return obj.item()
     if isinstance(obj, Mapping):
-        plain = {key: _plain(value, f"{where}[{key!r}]") for key, value in obj.items()}
+        found = {plain(key, f"a key of {where}"): plain(value, f"{where}[{key!r}]") for key, value in obj.items()}
         # A module's state dict has version numbers as an attribute, which a new dict would lose.
-        unchanged = type(obj) in (dict, OrderedDict) and all(plain[key] is obj[key] for key in plain)
-        return obj if unchanged else plain
+        pairs = zip(found.items(), obj.items(), strict=True) if len(found) == len(obj) else ()
+        unchanged = type(obj) in (dict, OrderedDict, Counter) and all(
+            new is old and value is before for (new, value), (old, before) in pairs
+        )
+        return obj if unchanged else found
     if type(obj) in (list, tuple):
-        return type(obj)(_plain(value, f"{where}[{index}]") for index, value in enumerate(obj))
+        return type(obj)(plain(value, f"{where}[{index}]") for index, value in enumerate(obj))
     hint = "Pass its state_dict()." if isinstance(obj, (nn.Module, torch.optim.Optimizer)) else "Leave it out."
     raise TypeError(f"{where} is a {type(obj).__name__}; expected tensors, numbers, strings or None. {hint}")
+
+
+def _head(path: str | os.PathLike[str]) -> bytes:
+    with open(path, "rb") as file:
+        return file.read(2)

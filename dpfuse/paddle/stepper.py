@@ -16,6 +16,7 @@ from dpfuse.paddle.checks import instance
 from dpfuse.paddle.collectives import any_rank, broadcast, world_size
 from dpfuse.paddle.data_parallel import DataParallel
 from dpfuse.paddle.precision import MixedPrecision
+from dpfuse.paddle.schedules import Schedules
 
 __all__ = ["Stepper"]
 
@@ -45,6 +46,7 @@ class Stepper:
         self.precision = MixedPrecision(enabled=False)
         self.accumulated = 0  # backwards since the last step
         self.epochs = 0  # trained epochs
+        self.schedules = Schedules()
         self.parallel: DataParallel | None = None
         self._known: list[nn.Parameter] = []  # references, so that no new parameter gets an id of these
         self._known_as: list[tuple[Any, ...]] | None = None

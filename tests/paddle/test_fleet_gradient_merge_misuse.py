@@ -48,6 +48,21 @@ def equal(some, others):
     return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
 
 
+def clipped_in_the_step(rank, size, k_steps):
+    model, optimizer = pair(k_steps)
+    assert "register_step_pre_hook" in message_of(model.clip_grad_norm_, 1.0)
+    optimizer.register_step_pre_hook(lambda optimizer, *_: nn.utils.clip_grad_norm_(model.parameters(), 0.01))
+    before = weights_of(model)
+    train(model, [optimizer], rank, range(k_steps))
+    change = [(new - old) / 0.125 for new, old in zip(weights_of(model), before, strict=True)]
+    return torch.nn.utils.get_total_norm(change).item()
+
+
+@pytest.mark.parametrize("k_steps", [2, 4])
+def test_clipping_acts_on_the_merged_mean(ranks, k_steps):
+    assert ranks(clipped_in_the_step, k_steps) == pytest.approx([0.01, 0.01], rel=1e-3)
+
+
 # --- several optimizers over one model
 
 

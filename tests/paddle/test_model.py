@@ -67,6 +67,19 @@ def test_gradients_that_a_loader_without_true_length_leaves_over_make_a_step(len
     assert_same_parameters(*nets)
 
 
+def test_a_loader_may_give_the_same_memory_again():
+    def batches():
+        x, y = np.empty((4, 5), "float32"), np.zeros(4, "int64")
+        for number in range(3):
+            x.fill(number)
+            yield x, y
+
+    own, copied = make_model(), make_model()
+    own.fit(batches(), verbose=0)
+    copied.fit([(x.copy(), y) for x, y in batches()], verbose=0)
+    assert_same_parameters(own.network, copied.network)
+
+
 def test_fit_begins_without_gradients_and_leaves_none_behind():
     data = make_data()
     model, clean = make_model(), make_model()

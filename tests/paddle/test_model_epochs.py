@@ -6,9 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR, MultiStepLR
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 
-from dpfuse.paddle.callbacks import Callback
+from dpfuse.paddle.callbacks import Callback, LRScheduler
 from tests.paddle.models import assert_same_parameters, make_data, make_model
 
 
@@ -41,6 +42,73 @@ def test_training_in_parts_is_training_in_one(accumulate, tmp_path):
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_training_in_parts_is_training_in_one_on_ranks(ranks, accumulate, tmp_path):
     ranks(continue_training, str(tmp_path), accumulate)
+
+
+class Rates(Callback):
+    """Keeps the learning rate of each batch."""
+
+    def __init__(self):
+        self.rates = []
+
+    def on_train_batch_begin(self, step, logs=None):
+        self.rates.append(self.model._stepper.optimizer.param_groups[0]["lr"])
+
+
+def rates_of(model, epochs, schedulers, folder=None, by_step=False):
+    rates = Rates()
+    own = [LRScheduler(each, by_step=by_step, by_epoch=not by_step) for each in schedulers]
+    model.fit(make_data(8), batch_size=4, epochs=epochs, verbose=0, callbacks=[*own, rates], save_dir=folder)
+    return rates.rates
+
+
+def halving(model):
+    return LambdaLR(model._stepper.optimizer, lambda steps: 0.5**steps)
+
+
+def falling(model):
+    return MultiStepLR(model._stepper.optimizer, [1, 3], gamma=0.25)
+
+
+@pytest.mark.parametrize("by_step", [False, True])
+@pytest.mark.parametrize("makers", [[halving], [falling, halving]])
+@pytest.mark.parametrize("when", ["before the load", "after the load"])
+def test_a_learning_rate_goes_on_after_a_load(tmp_path, makers, by_step, when):
+    whole = make_model()
+    expected = rates_of(whole, 3, [make(whole) for make in makers], by_step=by_step)
+    model = make_model()
+    first = rates_of(model, 1, [make(model) for make in makers], str(tmp_path), by_step=by_step)
+    resumed = make_model()
+    schedulers = [make(resumed) for make in makers] if when == "before the load" else []
+    resumed.load(tmp_path / "0")
+    schedulers = schedulers or [make(resumed) for make in makers]
+    assert first + rates_of(resumed, 2, schedulers, by_step=by_step) == expected
+    assert len(set(expected)) > 2
+    resumed.load(tmp_path / "0", reset_optimizer=True)
+    begin = rates_of(resumed, 1, [], by_step=by_step)
+    assert begin == [begin[0]] * 2  # no scheduler, nothing to go on with
+
+
+def test_another_kind_of_scheduler_begins_with_a_warning(tmp_path):
+    model = make_model()
+    rates_of(model, 1, [halving(model)], str(tmp_path))
+    model.load(tmp_path / "0")
+    with pytest.warns(UserWarning, match="was trained with LambdaLR, expected MultiStepLR, which fit got"):
+        rates_of(model, 1, [falling(model)])
+
+
+class Unsaved(LambdaLR):
+    """Its state has what no file of parameters may hold."""
+
+    def state_dict(self):
+        return {**super().state_dict(), "seen": {1}}
+
+
+def test_a_scheduler_that_cannot_be_saved_is_told_of_and_the_rest_is_saved(tmp_path):
+    model = make_model()
+    with pytest.warns(UserWarning, match=r"schedule is not saved: the state of Unsaved\['seen'\] is a set"):
+        rates_of(model, 1, [Unsaved(model._stepper.optimizer, lambda steps: 1.0)], str(tmp_path))
+    model.load(tmp_path / "final")
+    assert model._stepper.epochs == 1
 
 
 class Seen(TensorDataset):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 
 import numpy as np
 import pytest
@@ -49,6 +50,24 @@ def test_fit_equals_a_ddp_loop_bitwise(rank, size, accumulate):
                 with ddp.no_sync():
                     nn.functional.cross_entropy(ddp(x), y).backward()
     assert_same_parameters(model.network, ddp.module)
+
+
+class OwnOrder(DistributedSampler):
+    """A sampler whose order only its class knows."""
+
+
+def told_of_evaluation(rank, size):
+    data = make_data(8)
+    loader = DataLoader(data, 2, sampler=OwnOrder(data, shuffle=False))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make_rank_model().fit(data, loader, batch_size=2, verbose=0)
+    return [(str(each.message)[:40], os.path.basename(each.filename)) for each in caught]
+
+
+def test_fit_says_that_an_evaluation_is_each_ranks_own(ranks):
+    expected = ("eval_data has an unknown order, so that ", "test_model_ranks.py")
+    assert ranks(told_of_evaluation) == [[expected], []]
 
 
 def collectives_of_an_epoch(rank, size, accumulate):

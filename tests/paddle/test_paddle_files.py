@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shutil
 from collections import OrderedDict
 from functools import partial
 from pathlib import Path
@@ -46,6 +47,24 @@ def test_optimizer_states_nested_tensors_and_bfloat16_are_read():
     model = nn.Linear(2, 2, bias=False).bfloat16()
     assert torch.equal(paddle.to_torch_state_dict({"weight": stored}, model)["weight"], torch.ones(2, 2).bfloat16())
     assert isinstance(paddle.load(GOLDEN / "net.pdparams", return_numpy=True)["0.bias"], np.ndarray)
+
+
+def test_a_model_loads_a_file_of_paddle_in_torchs_layout(tmp_path):
+    model = paddle.Model(net())
+    shutil.copy(GOLDEN / "net.pdparams", tmp_path / "net.pdparams")
+    model.load(tmp_path / "net")
+    output = model.network(torch.tensor(FACTS["input"]))
+    torch.testing.assert_close(output, torch.tensor(FACTS["output"]), rtol=1e-5, atol=1e-6)
+
+
+def test_a_square_weight_of_paddle_is_transposed_where_another_layer_is_skipped(tmp_path):
+    weight = np.arange(9.0, dtype="float32").reshape(3, 3)
+    state = {"0.weight": weight, "0.bias": np.zeros(3, "float32"), "1.weight": np.ones((3, 7), "float32")}
+    (tmp_path / "f.pdparams").write_bytes(pickle.dumps(state, protocol=4))
+    model = paddle.Model(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2, bias=False)))
+    with pytest.warns(UserWarning, match=r"'1.weight' has shape \(7, 3\) in the file, expected \(2, 3\)"):
+        model.load(tmp_path / "f", skip_mismatch=True)
+    assert torch.equal(model.network[0].weight, torch.from_numpy(weight.T))
 
 
 def test_large_arrays_that_paddle_cut_are_joined(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import enum
 import os
 import pickle
 
@@ -46,6 +47,27 @@ def test_numpy_goes_in_and_comes_out_on_demand(tmp_path):
     assert torch.equal(paddle.load(tmp_path / "f")["a"], torch.arange(3.0, dtype=torch.float64))
 
 
+def test_numpys_numbers_become_pythons_where_they_are_its_subclasses_too(tmp_path):
+    value = {"best": np.mean([0.25, 0.75]), np.str_("name"): np.str_("x"), np.float64(2): [np.float32(0.5), np.True_]}
+    paddle.save(value, tmp_path / "f")
+    found = paddle.load(tmp_path / "f")
+    assert found == {"best": 0.5, "name": "x", 2.0: [0.5, True]}
+    assert [*map(type, [*found, *found.values()])] == [str, str, float, float, str, list]
+
+
+def test_a_file_of_torch_with_a_number_of_numpy_is_read(tmp_path):
+    state = torch.optim.SGD([torch.ones(1)], lr=0.1 * np.sqrt(4)).state_dict()
+    torch.save({**state, "half": np.float16(0.5)}, tmp_path / "f")
+    found = paddle.load(tmp_path / "f")
+    assert (found["param_groups"][0]["lr"], found["half"]) == (0.2, 0.5)
+
+
+class Kind(enum.IntEnum):
+    """A number that only this file knows."""
+
+    FIRST = 1
+
+
 def test_a_state_dict_keeps_its_versions(tmp_path):
     state = nn.BatchNorm1d(3).state_dict()
     paddle.save(state, tmp_path / "f")
@@ -57,6 +79,8 @@ def test_a_state_dict_keeps_its_versions(tmp_path):
     [
         ({"a": [0, {1}]}, r"obj\['a'\]\[1\] is a set"),
         (make_net, "obj is a function"),
+        ({"a": Kind.FIRST}, r"obj\['a'\] is a Kind"),
+        ({Kind.FIRST: 1}, "a key of obj is a Kind"),
         (nn.Linear(1, 1), "state_dict"),
         ({"o": torch.optim.SGD([torch.ones(1)], lr=1)}, "state_dict"),
     ],

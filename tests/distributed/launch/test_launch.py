@@ -124,11 +124,12 @@ def test_a_failing_rank_ends_the_job_is_named_and_gives_its_exit_code(how, code,
         pytest.param("300", 300 & 0xFF, "raised SystemExit: 300", marks=pytest.mark.slow),
     ],
 )
-def test_a_rank_does_what_python_does_at_its_end_but_is_not_taken_apart(how, code, text):
+def test_a_rank_does_what_python_does_at_its_end_but_is_not_taken_apart(tmp_path, how, code, text):
     """Otherwise threads of libraries may still run and abort the process, and its exit code would be the signal's."""
-    done = launch("--nproc_per_node", 1, SCRIPTS / "leave.py", how)
+    done = launch("--nproc_per_node", 1, SCRIPTS / "leave.py", how, tmp_path / "log")
     assert done.returncode == code, done.stderr
-    assert done.stdout.split() == ["thread", "atexit"]
+    assert done.stdout.split() == ["thread", "atexit", "C"]
+    assert (tmp_path / "log").read_text() == "buffered"
     if text is not None:
         assert text in done.stderr.splitlines()[-1]
     if how == "text":

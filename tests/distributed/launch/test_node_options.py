@@ -78,6 +78,45 @@ def test_machines_without_rank_use_c10d(words, endpoint, nnodes, conf, jobs, mon
     assert (args.rdzv_backend, args.rdzv_endpoint, args.nnodes, args.rdzv_conf) == ("c10d", endpoint, nnodes, conf)
 
 
+MACHINES = {"PADDLE_NNODES": "2", "PADDLE_MASTER": "10.9.8.7:81"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "words", "expected"),
+    [
+        (MACHINES | {"PADDLE_RANK": "1"}, [], ("static", "", "2", 1, "10.9.8.7", 81)),
+        (MACHINES, [], ("c10d", "10.9.8.7:81", "2", 0)),
+        (MACHINES, ["--master=10.9.8.6:82", "--nnodes=3", "--rank=2"], ("static", "", "3", 2, "10.9.8.6", 82)),
+        (MACHINES, ["--standalone"], ("dpfuse-loopback", "127.0.0.1:0", "1")),
+        (MACHINES | {"TORCHELASTIC_RUN_ID": "none"}, [], ("dpfuse-loopback", "127.0.0.1:0", "1")),  # inside a rank
+        ({"PADDLE_MASTER": "10.9.8.7:81"}, [], ("dpfuse-loopback", "127.0.0.1:0", "1")),
+        ({"PADDLE_MASTER": "10.9.8.7:81", "PADDLE_NNODES": "1"}, [], ("dpfuse-loopback", "127.0.0.1:0", "1")),
+    ],
+)
+def test_paddles_variables_stand_for_flags_that_are_not_written(variables, words, expected, jobs, monkeypatch):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    args, _ = configured(jobs, *words)
+    got = args.rdzv_backend, args.rdzv_endpoint, args.nnodes, args.node_rank, args.master_addr, args.master_port
+    assert got[: len(expected)] == expected
+
+
+@pytest.mark.parametrize(
+    ("variables", "text"),
+    [
+        ({"PADDLE_NNODES": "2"}, "PADDLE_NNODES: got '2', but neither PADDLE_MASTER nor flags"),
+        (MACHINES | {"PADDLE_RANK": "first"}, "PADDLE_RANK: got 'first', expected the number of this machine"),
+        (MACHINES | {"PADDLE_RANK": "2"}, "--rank: got 2, expected 0 to 1"),
+    ],
+)
+def test_variables_that_make_no_sense(variables, text, monkeypatch, capsys):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit, match="2"):
+        main([SCRIPT])
+    assert text in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "port"),
     [

@@ -1,10 +1,11 @@
-"""Ends as the argument names; leaves behind a marker of what Python does at its end, and one of its teardown."""
+"""Ends as its argument says; leaves behind markers of what Python does at its end, and one of its teardown."""
 
 import atexit
+import ctypes
 import sys
 import threading
 
-HOW = sys.argv[1]
+HOW, LOG = sys.argv[1:]
 
 
 class Late:
@@ -15,6 +16,9 @@ class Late:
 
 
 late = Late()
+log = open(LOG, "w", encoding="utf-8")
+log.write("buffered")
+ctypes.CDLL(None).printf(b"C\n")
 atexit.register(print, "atexit")
 threading.Thread(target=lambda: threading.Event().wait(0.3) or print("thread")).start()
 if HOW == "raise":

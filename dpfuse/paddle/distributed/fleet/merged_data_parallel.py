@@ -48,6 +48,18 @@ class MergedDataParallel(DataParallel):
             "leave gradient_merge off and accumulate by hand."
         )
 
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> NoReturn:
+        """Raise an error: the gradients are partial sums, until the optimizer divides them in its step.
+
+        Raises:
+            DPFuseError: Always.
+        """
+        raise DPFuseError(
+            "clip_grad_norm_() was called, but with gradient_merge the gradients are partial sums until step() divides "
+            "them by the number of iterations. Clip them there: optimizer.register_step_pre_hook(lambda optimizer, *_: "
+            f"torch.nn.utils.clip_grad_norm_(model.parameters(), {max_norm})); or leave gradient_merge off."
+        )
+
     def _check_cycles(self) -> None:
         merges = follow_optimizers(self)
         if not merges:
