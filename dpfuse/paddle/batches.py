@@ -124,8 +124,8 @@ class Batches:
         Then move torch's DistributedSampler to its next epoch. DistributedBatchSampler does this by itself.
 
         Args:
-            looks_ahead: whether the flag is needed where only the next batch tells it. A loader may give the same memory
-                again, or choose samples by the weights, so no batch is read too early without need.
+            looks_ahead: whether the flag is needed where only the next batch tells it. A loader may give the same
+                memory again, or choose samples by the weights, so no batch is read too early without need.
         """
         loader: Any = self.loader
         batches = islice(loader, limit)

@@ -32,9 +32,9 @@ class Schedules:
         got, expected = [each["type"] for each in loaded], [type(each).__name__ for each in schedulers]
         if got != expected:
             warnings.warn(
-                f"the loaded optimizer was trained with {', '.join(got)}, expected {', '.join(expected)}, which fit got: "
-                "the learning rate follows these from their beginning. Pass reset_optimizer=True to load, if that is "
-                "what you want.",
+                f"the loaded optimizer was trained with {', '.join(got)}, expected {', '.join(expected)}, which fit "
+                "got: the learning rate follows these from their beginning. Pass reset_optimizer=True to load, if that "
+                "is what you want.",
                 UserWarning,
                 stacklevel=3,
             )

@@ -51,7 +51,11 @@ def equal(some, others):
 def clipped_in_the_step(rank, size, k_steps):
     model, optimizer = pair(k_steps)
     assert "register_step_pre_hook" in message_of(model.clip_grad_norm_, 1.0)
-    optimizer.register_step_pre_hook(lambda optimizer, *_: nn.utils.clip_grad_norm_(model.parameters(), 0.01))
+
+    def clip(optimizer, args, kwargs):
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+    optimizer.register_step_pre_hook(clip)
     before = weights_of(model)
     train(model, [optimizer], rank, range(k_steps))
     change = [(new - old) / 0.125 for new, old in zip(weights_of(model), before, strict=True)]

@@ -16,9 +16,11 @@ class Late:
 
 
 late = Late()
-log = open(LOG, "w", encoding="utf-8")
+log = open(LOG, "w", encoding="utf-8")  # noqa: SIM115  # left open
 log.write("buffered")
-ctypes.CDLL(None).printf(b"C\n")
+c = ctypes.CDLL(None)
+c.fopen.restype = ctypes.c_void_p
+c.fputs(b"buffered", ctypes.c_void_p(c.fopen(f"{LOG}.c".encode(), b"w")))
 atexit.register(print, "atexit")
 threading.Thread(target=lambda: threading.Event().wait(0.3) or print("thread")).start()
 if HOW == "raise":

@@ -56,8 +56,9 @@ class MergedDataParallel(DataParallel):
         """
         raise DPFuseError(
             "clip_grad_norm_() was called, but with gradient_merge the gradients are partial sums until step() divides "
-            "them by the number of iterations. Clip them there: optimizer.register_step_pre_hook(lambda optimizer, *_: "
-            f"torch.nn.utils.clip_grad_norm_(model.parameters(), {max_norm})); or leave gradient_merge off."
+            "them by the number of iterations. Clip them there: pass optimizer.register_step_pre_hook() a function of "
+            "(optimizer, args, kwargs) that calls torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm) and "
+            "returns nothing. Or leave gradient_merge off."
         )
 
     def _check_cycles(self) -> None:
