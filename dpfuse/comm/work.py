@@ -13,7 +13,7 @@ from torch.futures import Future
 from dpfuse.comm.failed import mark
 from dpfuse.comm.waiting import NO_LIMIT
 
-__all__ = ["StagedWork"]
+__all__ = ["StagedWork", "last_collective"]
 
 
 class StagedWork(dist.Work):
@@ -25,6 +25,7 @@ class StagedWork(dist.Work):
     Args:
         stages: yields each collective once it has started, and goes on when it was waited for. What it raises there,
             `wait` raises, each time.
+        on_gpu: whether the tensors are on the current CUDA device.
         late: whether the first one, too, starts when it is waited for; else it starts now.
         explain: returns what to raise for the error of a collective; None raises the error itself.
     """
@@ -34,6 +35,7 @@ class StagedWork(dist.Work):
         stages: Iterator[dist.Work],
         count: int = 1,
         *,
+        on_gpu: bool = False,
         late: bool = False,
         explain: Callable[[RuntimeError], Exception] | None = None,
     ) -> None:
@@ -44,6 +46,8 @@ class StagedWork(dist.Work):
         self._work: dist.Work | None = None  # that runs
         self._error: Exception | None = None  # of what was computed
         self._future: Future[Any] = Future()
+        self._on_gpu = on_gpu
+        self._ended: torch.cuda.Event | None = None  # what the stream of the wait has queued that ended this work
         if late:
             return
         try:
@@ -56,17 +60,28 @@ class StagedWork(dist.Work):
     def wait(self, timeout: timedelta = NO_LIMIT) -> bool:
         """Wait for all collectives, for each at most `timeout`; it can be called again if that was too short.
 
+        On CUDA each call orders the current stream behind them, also after a wait on another stream.
+
         Raises:
             RuntimeError: it took longer; or a collective failed, and then `is_completed` is true.
             Exception: what the computation between collectives raised.
         """
+        if self._future.done() and self._ended is not None:
+            torch.cuda.current_stream().wait_event(self._ended)
         while not self._future.done():
             if self._work is not None:
                 self._wait_for(self._work, timeout)
             self._go_on()
         if self._error is not None:
             raise self._error
+        if self._on_gpu and self._ended is None:
+            self._ended = torch.cuda.current_stream().record_event()
         return True
+
+    @property
+    def last(self) -> dist.Work | None:
+        """The last of the collectives; None if it has not started. To wait for it does nothing for this work."""
+        return None if self._to_start else self._work
 
     def is_completed(self) -> bool:
         """Whether a wait returns or raises at once."""
@@ -132,3 +147,11 @@ class StagedWork(dist.Work):
                 mark(error)  # no later call can go on where an interrupt has struck
             raise
         self._to_start -= 1
+
+
+def last_collective(work: dist.Work) -> dist.Work | None:
+    """Return what one who only looks on may wait for to learn when `work` lands on a GPU; None if that has not started.
+
+    A wait for a work of several stages would start and end those in place of the wait that uses the result.
+    """
+    return work.last if isinstance(work, StagedWork) else work

@@ -209,7 +209,7 @@ class GradBucket:
         parts, buffer, events = self.parts, self.parts.buffer, self._around.events
         is_last = parts.report is not None
         for tell in events.bucket_waited_for:
-            tell(self._sent)
+            tell(self._sent, self._work)
         try:
             if profiler_runs():
                 with ranged("dpfuse::wait", self._label):

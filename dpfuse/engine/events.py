@@ -54,7 +54,7 @@ class Watcher:
     def bucket_sent(self, tensors: Sequence[Tensor], work: dist.Work, *, is_last: bool) -> None:
         """These tensors were given to the process group."""
 
-    def bucket_waited_for(self, flat: Tensor) -> None:
+    def bucket_waited_for(self, flat: Tensor, work: dist.Work) -> None:
         """Backward has ended, and waits for a bucket."""
 
     def bucket_landed(self) -> None:
@@ -95,7 +95,7 @@ class Events:
     backward_begins: tuple[Callable[..., None], ...]
     thawed: tuple[Callable[[Sequence[Tensor]], None], ...]
     bucket_sent: tuple[Callable[..., None], ...]
-    bucket_waited_for: tuple[Callable[[Tensor], None], ...]
+    bucket_waited_for: tuple[Callable[[Tensor, dist.Work], None], ...]
     bucket_landed: tuple[Callable[[], None], ...]
     backward_ended: tuple[Callable[[], None], ...]
     local_backward_ended: tuple[Callable[..., None], ...]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from dpfuse.comm.completion import call_when_landed
 from dpfuse.comm.waiting import NO_LIMIT
+from dpfuse.comm.work import last_collective
 from dpfuse.engine.events import Watcher
 from dpfuse.engine.time_marks import Moment, has_passed, now, seconds_between
 
@@ -30,7 +32,9 @@ class CommunicationTimes(Watcher):
     seconds: float = 0.0  # from sent to landed, summed over the buckets
     exposed: float = 0.0  # in which backward had nothing left to do but wait
     _spans: deque[tuple[str, Moment, Moment]] = field(default_factory=deque, repr=False)  # of GPUs
+    _unended: WeakKeyDictionary[dist.Work, Moment] = field(default_factory=WeakKeyDictionary, repr=False)  # when sent
     _waiting: Moment = field(default=0.0, repr=False)
+    _landing: Moment | None = field(default=None, repr=False)  # when that was sent which is waited for
     _side: torch.cuda.Stream | None = field(default=None, repr=False)
 
     def bucket_sent(self, tensors: Sequence[Tensor], work: dist.Work, *, is_last: bool) -> None:
@@ -41,8 +45,12 @@ class CommunicationTimes(Watcher):
         started = now(on_gpu=tensors[0].is_cuda)
         if tensors[0].is_cuda:
             self._side = self._side or torch.cuda.Stream()
+            last = last_collective(work)
+            if last is None:
+                self._unended[work] = started
+                return
             with torch.cuda.stream(self._side):
-                work.wait(NO_LIMIT)
+                last.wait(NO_LIMIT)
                 self._spans.append(("seconds", started, now(on_gpu=True)))
             return
 
@@ -52,16 +60,19 @@ class CommunicationTimes(Watcher):
 
         call_when_landed(work, landed)
 
-    def bucket_waited_for(self, flat: Tensor) -> None:
+    def bucket_waited_for(self, flat: Tensor, work: dist.Work) -> None:
         """Backward is over and waits for a bucket."""
-        self._waiting = now(on_gpu=flat.is_cuda)
+        self._waiting, self._landing = now(on_gpu=flat.is_cuda), self._unended.pop(work, None)
 
     def bucket_landed(self) -> None:
         """The bucket has landed."""
         if isinstance(self._waiting, float):
             self.exposed += seconds_between(self._waiting, now(on_gpu=False))
         else:
-            self._spans.append(("exposed", self._waiting, now(on_gpu=True)))
+            landed = now(on_gpu=True)
+            self._spans.append(("exposed", self._waiting, landed))
+            if self._landing is not None:
+                self._spans.append(("seconds", self._landing, landed))
             while len(self._spans) > MOST and has_passed(self._spans[0][2]):
                 self._add_up_first()
 

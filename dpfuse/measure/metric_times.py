@@ -43,7 +43,7 @@ class MetricTimes(Watcher):
     def bucket_sent(self, tensors: Sequence[Tensor], work: dist.Work, *, is_last: bool) -> None:
         self._first = self._first or (0 if tensors[0].is_cuda else perf_counter_ns())
 
-    def bucket_waited_for(self, flat: Tensor) -> None:
+    def bucket_waited_for(self, flat: Tensor, work: dist.Work) -> None:
         self._computed = self._computed or perf_counter_ns()
 
     def bucket_landed(self) -> None:

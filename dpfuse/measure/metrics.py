@@ -78,9 +78,9 @@ class Metrics(Feature):
         if self._measures and not capturing():
             self._times.bucket_sent(tensors, work, is_last=is_last)
 
-    def bucket_waited_for(self, flat: Tensor) -> None:
+    def bucket_waited_for(self, flat: Tensor, work: dist.Work) -> None:
         if self._measures and not capturing():
-            self._times.bucket_waited_for(flat)
+            self._times.bucket_waited_for(flat, work)
 
     def bucket_landed(self) -> None:
         if self._measures and not capturing():

@@ -44,7 +44,7 @@ __all__ = ["FACES", "programs_of"]
 FACES = ("ours", "drop-in", "torch's")
 FAILS_ON_BOTH = {"views", "private", "private, large gradients", "two streams, private", "buffers", "sharded"}
 # Ways whose options or methods a face does not have.
-LEFT_OUT = {"ours": {"face, static graph", "comm hook"}, "drop-in": {"factor"}}
+LEFT_OUT = {"ours": {"face, static graph", "comm hook", "comm hook, metrics"}, "drop-in": {"factor"}}
 
 
 def programs_of(face: str) -> dict[str, Program]:

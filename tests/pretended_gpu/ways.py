@@ -227,6 +227,13 @@ def hooked(model: Any) -> Any:
     return model
 
 
+def timed(model: Any) -> Any:
+    """Time the communication of a model as long as it lives."""
+    model.times = dpfuse.time_communication(model)
+    model.times.__enter__()
+    return model
+
+
 def sharded(**options: Any) -> Callable[[Any], Any]:
     """Return a function that makes a sharded AdamW."""
     return lambda model: dpfuse.ShardedOptimizer(model, Elementwise, lr=1e-3, **options)
@@ -282,6 +289,14 @@ def _ways() -> Iterator[tuple[str, Way]]:
     yield "checkpointed", Way(wrapped(), Checkpointed)
     yield "buffers", Way(wrapped(broadcast_buffers=True), BatchNorm, captured=True)
     yield "comm hook", Way(Wrap({}, face=True, after=hooked))
+    # Those who time the buckets look at works of several stages, whose end others use.
+    staged = {"deterministic": {"deterministic": True}, "float8 wire": {"wire_dtype": torch.float8_e4m3fn}}
+    for name, options in staged.items():
+        yield f"{name}, metrics", Way(wrapped(**options, metrics=1))
+        yield f"{name}, metrics, private", Way(wrapped(**options, metrics=1, gradient_as_bucket_view=False))
+    yield "comm hook, metrics", Way(Wrap({"metrics": 1}, face=True, after=hooked))
+    yield "sharded, deterministic, timed", Way(Wrap({"deterministic": True}, after=timed), make=sharded())
+    yield "fixed micro-batches, timed", Way(Wrap({"fixed_micro_batches": 3}, after=timed), step=in_micro_batches)
     yield "compiled", Way(Wrap({}, after=compiled))
     yield "torch's scaler", Way(wrapped(), step=scaling)
     for name, options in {

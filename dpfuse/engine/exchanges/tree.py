@@ -99,7 +99,8 @@ class TreeSum(Exchange):
                 self._received = [
                     [nodes[0].new_empty(len(senders) * cut.lengths[rank]) for cut in cuts] for senders in self._senders
                 ]
-        return StagedWork(self._stages(flat, nodes, cuts, self._received), 1 + (self._cuts is None))
+        stages = self._stages(flat, nodes, cuts, self._received)
+        return StagedWork(stages, 1 + (self._cuts is None), on_gpu=flat.is_cuda)
 
     def started(self, work: dist.Work) -> None:
         # On CUDA all that follows is queued at once. On a CPU the wait does it.
