@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from dpfuse.comm import votes
 from dpfuse.comm.abilities import abilities_of, backend_of
-from dpfuse.comm.collective import resolve_group
+from dpfuse.comm.collective import resolve_group, use_device_of
 from dpfuse.comm.registered_memory import can_register
 from dpfuse.comm.waiting import board_of, leave, wait_for_first_rank
 from dpfuse.engine.events import Watcher
@@ -135,6 +135,8 @@ class SyncedModule(nn.Module):
         if fresh:
             complete_failed(group)  # the peers may still wait in a backward of another model, dropped or not
         self._group = group
+        if group is not None and isinstance(self.module, nn.Module):
+            use_device_of(self.module.parameters(), group)
         self._let_go()
         if self._sync_if_any() is not None:
             self._options = self._options_now()

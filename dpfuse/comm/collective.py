@@ -46,6 +46,7 @@ __all__ = [
     "start_broadcast",
     "start_reduce_scatter",
     "together",
+    "use_device_of",
 ]
 
 Result = TypeVar("Result")
@@ -55,6 +56,7 @@ _SUM = dist.AllreduceOptions()
 _MAX = dist.AllreduceOptions()
 _MAX.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
 _on_cpu: weakref.WeakKeyDictionary[dist.ProcessGroup, bool] = weakref.WeakKeyDictionary()  # whether it sends from CPUs
+_device_of: weakref.WeakKeyDictionary[dist.ProcessGroup, torch.device] = weakref.WeakKeyDictionary()  # GPUs
 
 
 def resolve_group(group: Any, name: str = "group") -> dist.ProcessGroup | None:
@@ -95,13 +97,25 @@ def is_registered(group: dist.ProcessGroup) -> bool:
 def group_device(group: dist.ProcessGroup) -> torch.device:
     """Return the device on which small tensors for `group` must be: the CPU, if the group can send from there.
 
+    Otherwise it is that of the first parameters that were averaged over the group. The current device may be that of
+    another rank, since no program must set it.
+
     A group written in Python does not list its devices. With CUDA it is asked with one number, by the first call on
     each rank.
     """
     if group not in _on_cpu:
         types = {device.type for device in group._device_types}
         _on_cpu[group] = "cpu" in types or not (types or torch.cuda.is_available()) or (not types and _sends_cpu(group))
-    return torch.device("cpu") if _on_cpu[group] else torch.device("cuda", torch.cuda.current_device())
+    if _on_cpu[group]:
+        return torch.device("cpu")
+    device = _device_of.get(group) or getattr(group, "bound_device_id", None)
+    return device or torch.device("cuda", torch.cuda.current_device())
+
+
+def use_device_of(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
+    """Let small tensors for `group` be on the device of the first of these that is on a GPU; to be called early."""
+    if group not in _device_of and (found := next((each.device for each in tensors if each.is_cuda), None)) is not None:
+        _device_of[group] = found
 
 
 def _sends_cpu(group: dist.ProcessGroup) -> bool:

@@ -121,7 +121,7 @@ class Board:
         self.error = ""  # the error that last ended a forward
         self.failed_step = 0  # the synchronised backward, from 1, before which it did
         self.gave_up = False  # whether a wait has ended because another rank failed
-        self.progress: _DeviceProgress | None = None  # of the current CUDA device
+        self.progress: _DeviceProgress | None = None  # of the CUDA device of the last one
         self.sections = 0  # that only the first rank runs, and that this rank has entered
         self.in_section = False  # whether it is in one
         # Written by the thread that trains on the first rank, and by the heartbeat on all others.
@@ -219,7 +219,7 @@ def finish(work: dist.Work, board: Board | None, device: str = "cpu", *, last: b
         if kind not in board.interruptible:
             work.wait(NO_LIMIT)
             if last and (kind != "cpu" or not work.is_completed()):  # on a CPU most back ends wait until it has ended
-                board.device_done = _completion(work, kind, board)
+                board.device_done = _completion(work, device, board)
             return
         while True:
             try:
@@ -345,19 +345,21 @@ def _error_of(failure: PeerFailure, board: Board) -> DPFuseError:
 
 
 class _DeviceProgress:
-    """Tells another thread whether the current CUDA device has run what was queued before the last `record`."""
+    """Tells another thread whether a CUDA device has run what was queued before the last `record`."""
 
-    def __init__(self) -> None:
-        self.device: int = torch._C._cuda_getDevice()
+    def __init__(self, device: str) -> None:
+        self.device = device
+        index = torch.device(device).index
+        self._index: int = torch._C._cuda_getDevice() if index is None else index
         self._event = torch.cuda.Event()
         self._streams: dict[int, torch.cuda.Stream] = {}  # by handle: asking for the stream makes a new object
 
     def record(self) -> None:
-        """Mark the end of what is queued on the current stream."""
-        handle = torch._C._cuda_getCurrentRawStream(self.device)
+        """Mark the end of what is queued on the current stream of the device."""
+        handle = torch._C._cuda_getCurrentRawStream(self._index)
         stream = self._streams.get(handle)
         if stream is None:
-            stream = self._streams[handle] = torch.cuda.current_stream(self.device)
+            stream = self._streams[handle] = torch.cuda.current_stream(self._index)
         self._event.record(stream)
 
     def is_done(self) -> bool:
@@ -372,13 +374,13 @@ def _completion(work: dist.Work, device: str, board: Board) -> Callable[[], bool
     The work has been waited for, which only orders what follows on the device. The board keeps the event. While a CUDA
     graph is captured, the collective does not run yet, and the result is None.
     """
-    if device != "cuda":
+    if not device.startswith("cuda"):
         return work.is_completed
     if torch.cuda.is_current_stream_capturing():
         return None
     # Not the work itself: it would keep gradients that travel in place, which must have no second owner.
-    if board.progress is None or board.progress.device != torch._C._cuda_getDevice():
-        board.progress = _DeviceProgress()
+    if board.progress is None or board.progress.device != device:
+        board.progress = _DeviceProgress(device)
     board.progress.record()
     return board.progress.is_done  # a new object each time, by which the heartbeat knows the collective
 

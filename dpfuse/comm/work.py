@@ -25,7 +25,7 @@ class StagedWork(dist.Work):
     Args:
         stages: yields each collective once it has started, and goes on when it was waited for. What it raises there,
             `wait` raises, each time.
-        on_gpu: whether the tensors are on the current CUDA device.
+        device: of the tensors.
         late: whether the first one, too, starts when it is waited for; else it starts now.
         explain: returns what to raise for the error of a collective; None raises the error itself.
     """
@@ -35,7 +35,7 @@ class StagedWork(dist.Work):
         stages: Iterator[dist.Work],
         count: int = 1,
         *,
-        on_gpu: bool = False,
+        device: torch.device | None = None,
         late: bool = False,
         explain: Callable[[RuntimeError], Exception] | None = None,
     ) -> None:
@@ -46,7 +46,7 @@ class StagedWork(dist.Work):
         self._work: dist.Work | None = None  # that runs
         self._error: Exception | None = None  # of what was computed
         self._future: Future[Any] = Future()
-        self._on_gpu = on_gpu
+        self._device = device
         self._ended: torch.cuda.Event | None = None  # what the stream of the wait has queued that ended this work
         if late:
             return
@@ -67,15 +67,15 @@ class StagedWork(dist.Work):
             Exception: what the computation between collectives raised.
         """
         if self._future.done() and self._ended is not None:
-            torch.cuda.current_stream().wait_event(self._ended)
+            torch.cuda.current_stream(self._device).wait_event(self._ended)
         while not self._future.done():
             if self._work is not None:
                 self._wait_for(self._work, timeout)
             self._go_on()
         if self._error is not None:
             raise self._error
-        if self._on_gpu and self._ended is None:
-            self._ended = torch.cuda.current_stream().record_event()
+        if self._device is not None and self._device.type == "cuda" and self._ended is None:
+            self._ended = torch.cuda.current_stream(self._device).record_event()
         return True
 
     @property

@@ -16,6 +16,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.device_mesh import DeviceMesh
 
 from dpfuse.arguments import instance
+from dpfuse.comm.collective import use_device_of
 from dpfuse.comm.votes import report_failure
 from dpfuse.ddp.backward_optimizers import APPLY
 from dpfuse.ddp.join_hook import UnevenInputs, UnevenInputsHook
@@ -139,6 +140,8 @@ class DistributedDataParallel(TorchHooks, Joinable):
         group = group_of(process_group, device_mesh)
         if init_sync:
             complete_failed(group)  # before a failure is told here
+        if isinstance(module, nn.Module):
+            use_device_of(module.parameters(), group)
         try:
             if not isinstance(module, nn.Module):
                 got = f"the class {module.__name__}" if isinstance(module, type) else type(module).__name__

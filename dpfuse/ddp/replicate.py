@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dpfuse.arguments import instance
+from dpfuse.comm.collective import use_device_of
 from dpfuse.comm.votes import report_failure
 from dpfuse.ddp.distributed_data_parallel import TORCH_CLASS, DistributedDataParallel
 from dpfuse.ddp.placement import group_of
@@ -152,6 +153,8 @@ def replicate(
     instance("mesh", mesh, (DeviceMesh, NoneType), "a torch.distributed.device_mesh.DeviceMesh", "leave it out")
     group = group_of(options.get("process_group"), mesh)
     complete_failed(group)  # before a failure is told here
+    if isinstance(module, nn.Module):
+        use_device_of(module.parameters(), group)
     try:
         _check(module)
         ignored = _ids_of(module, ignored_params)

@@ -11,18 +11,18 @@ __all__ = ["Moment", "has_passed", "now", "seconds_between"]
 Moment = float | torch.cuda.Event
 
 
-def now(*, on_gpu: bool) -> Moment:
-    """Return this moment: of the host, in seconds, or an event at the end of the current stream.
+def now(device: torch.device) -> Moment:
+    """Return this moment: of the host, in seconds, or an event at the end of the current stream of a GPU.
 
     Example:
-        >>> begin = now(on_gpu=False)
-        >>> 0 <= seconds_between(begin, now(on_gpu=False)) < 10
+        >>> begin = now(torch.device("cpu"))
+        >>> 0 <= seconds_between(begin, now(torch.device("cpu"))) < 10
         True
     """
-    if not on_gpu:
+    if device.type != "cuda":
         return perf_counter()
     event = torch.cuda.Event(enable_timing=True)
-    event.record()
+    event.record(torch.cuda.current_stream(device))
     return event
 
 

@@ -16,7 +16,7 @@ from torch.autograd.graph import increment_version
 
 from dpfuse.arguments import flag
 from dpfuse.comm import votes
-from dpfuse.comm.collective import is_registered, resolve_group
+from dpfuse.comm.collective import is_registered, resolve_group, use_device_of
 from dpfuse.comm.failed import has_raised
 from dpfuse.comm.waiting import board_of, leave
 from dpfuse.engine.assembly import Assembly
@@ -172,6 +172,7 @@ def _agree(
     """
     try:
         prepared = _prepare(parameter_list, options, kept)
+        use_device_of(prepared.params, group)
         number = 0 if prepared.weights is None else prepared.weights.number()
     except Exception as error:  # the iterable is the user's, and the peers wait whatever it raised
         _vote(partial(votes.report_failure, error, group, WHAT), group)

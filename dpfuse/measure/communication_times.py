@@ -35,6 +35,7 @@ class CommunicationTimes(Watcher):
     _unended: WeakKeyDictionary[dist.Work, Moment] = field(default_factory=WeakKeyDictionary, repr=False)  # when sent
     _waiting: Moment = field(default=0.0, repr=False)
     _landing: Moment | None = field(default=None, repr=False)  # when that was sent which is waited for
+    _device: torch.device = field(default=torch.device("cpu"), repr=False)  # of the bucket that was sent last
     _side: torch.cuda.Stream | None = field(default=None, repr=False)
 
     def bucket_sent(self, tensors: Sequence[Tensor], work: dist.Work, *, is_last: bool) -> None:
@@ -42,34 +43,35 @@ class CommunicationTimes(Watcher):
         self.steps += is_last
         self.collectives += 1
         self.nbytes += sum(tensor.nbytes for tensor in tensors)
-        started = now(on_gpu=tensors[0].is_cuda)
-        if tensors[0].is_cuda:
-            self._side = self._side or torch.cuda.Stream()
+        self._device = device = tensors[0].device
+        started = now(device)
+        if device.type == "cuda":
+            self._side = self._side or torch.cuda.Stream(device)
             last = last_collective(work)
             if last is None:
                 self._unended[work] = started
                 return
             with torch.cuda.stream(self._side):
                 last.wait(NO_LIMIT)
-                self._spans.append(("seconds", started, now(on_gpu=True)))
+                self._spans.append(("seconds", started, now(device)))
             return
 
         def landed() -> None:
-            seconds = seconds_between(started, now(on_gpu=False))
+            seconds = seconds_between(started, now(device))
             self.seconds += seconds  # without a call between reading and writing it: another thread may do the same
 
         call_when_landed(work, landed)
 
     def bucket_waited_for(self, flat: Tensor, work: dist.Work) -> None:
         """Backward is over and waits for a bucket."""
-        self._waiting, self._landing = now(on_gpu=flat.is_cuda), self._unended.pop(work, None)
+        self._waiting, self._landing = now(flat.device), self._unended.pop(work, None)
 
     def bucket_landed(self) -> None:
         """The bucket has landed."""
+        landed = now(self._device)
         if isinstance(self._waiting, float):
-            self.exposed += seconds_between(self._waiting, now(on_gpu=False))
+            self.exposed += seconds_between(self._waiting, landed)
         else:
-            landed = now(on_gpu=True)
             self._spans.append(("exposed", self._waiting, landed))
             if self._landing is not None:
                 self._spans.append(("seconds", self._landing, landed))

@@ -23,7 +23,8 @@ def move_into(param: Tensor, place: Tensor) -> None:
     It gets a storage of its own over this memory: programs that save a model take tensors with one storage for copies
     of each other.
     """
-    param.data = from_dlpack(place)
+    with torch.cuda.device_of(place):  # torch exports from the current device only
+        param.data = from_dlpack(place)
     storage = param.untyped_storage()
     _own[storage._cdata] = storage
 

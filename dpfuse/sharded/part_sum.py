@@ -49,7 +49,7 @@ class Incoming:
         memory = self._idle.pop() if self._idle else torch.empty(self._nbytes, dtype=torch.uint8, device=flat.device)
         work: StagedWork | None = None
         try:
-            work = StagedWork(self._stages(flat, regions, memory, group), on_gpu=flat.is_cuda)
+            work = StagedWork(self._stages(flat, regions, memory, group), device=flat.device)
             self._flying.append(work)
             return work
         except BaseException as error:

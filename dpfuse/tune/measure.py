@@ -76,7 +76,7 @@ def measure_all_reduce(
 
 def _time(flat: torch.Tensor, group: dist.ProcessGroup) -> float:
     if flat.is_cuda:
-        torch.cuda.synchronize()
-    begin = now(on_gpu=flat.is_cuda)
+        torch.cuda.synchronize(flat.device)
+    begin = now(flat.device)
     collective.all_reduce(flat, group).wait(NO_LIMIT)
-    return seconds_between(begin, now(on_gpu=flat.is_cuda))
+    return seconds_between(begin, now(flat.device))

@@ -42,9 +42,9 @@ class BackwardRecorder(ReadyRecorder):
 
     _engine: Engine
 
-    def __init__(self, count: int, *, on_gpu: bool, after: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, count: int, *, device: torch.device, after: Callable[[], None] = lambda: None) -> None:
         self._count = count
-        self._on_gpu = on_gpu
+        self._device = device
         self._skip = 0
         self._after = after
         self._backward: _Backward | None = None
@@ -73,12 +73,12 @@ class BackwardRecorder(ReadyRecorder):
 
     def backward_begins(self, *, sync: bool, announced: bool) -> None:
         """Record the begin of a backward."""
-        self._backward = _Backward(now(on_gpu=self._on_gpu))
+        self._backward = _Backward(now(self._device))
 
     def backward_ended(self) -> None:
         """Record the end of the outermost backward."""
         if self._backward is not None:
-            self._backward.end = now(on_gpu=self._on_gpu)
+            self._backward.end = now(self._device)
 
     def local_backward_ended(self, *, added: bool) -> None:
         """Drop a backward that is not synchronised."""
@@ -90,7 +90,7 @@ class BackwardRecorder(ReadyRecorder):
         if backward is None or self._engine.without_inputs:
             self._keep(None)
             return
-        backward.delivered = now(on_gpu=self._on_gpu)
+        backward.delivered = now(self._device)
         self._keep(backward)
 
     def gather(self, group: dist.ProcessGroup) -> Times:
@@ -131,7 +131,7 @@ class BackwardRecorder(ReadyRecorder):
         """A ready hook of that parameter that notes the time, then calls `hook`."""
 
         def mark_ready(param: Any) -> None:
-            marked = now(on_gpu=self._on_gpu)
+            marked = now(self._device)
             hook(param)  # may open the backward
             if self._backward is not None:
                 self._backward.ready[index] = marked

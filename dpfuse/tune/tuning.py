@@ -190,9 +190,10 @@ class _Tuner:
         self._cost = cost
         self._plan: BucketPlan | None = None  # the plan that is recorded
         self._old: BucketPlan | None = None  # the old plan, while the new one is tried
-        self._on_cuda = any(spec.device.startswith("cuda") for spec in sync.grads.plan.specs)
+        device = sync.grads.params[0].device
+        self._on_cuda = device.type == "cuda"
         count = len(sync.grads.plan.specs)
-        self._recorder = BackwardRecorder(count, on_gpu=self._on_cuda, after=self._after_backward)
+        self._recorder = BackwardRecorder(count, device=device, after=self._after_backward)
         sync.grads.record(self._recorder)
 
     def _after_backward(self) -> None:

@@ -76,7 +76,7 @@ def recorded(synchronises=True, **options):
     model, listener = Layers(), Listener(synchronises)
     hooks = ReadyHooks(alone=False)
     watch = BackwardWatch(listener, hooks=hooks)
-    recorder = listener.recorder = BackwardRecorder(3, on_gpu=False, **options)
+    recorder = listener.recorder = BackwardRecorder(3, device=torch.device("cpu"), **options)
     recorder.join(SimpleNamespace(without_inputs=False))
     params = [model.first, model.second, model.unused]
     hooks.recorder = recorder

@@ -230,7 +230,7 @@ class AfterHooks(Exchange):
             DPFuseError: the hook failed earlier.
         """
         self._hook.check()
-        return StagedWork(self._stages(flat), on_gpu=flat.is_cuda, late=True, explain=self._explain)
+        return StagedWork(self._stages(flat), device=flat.device, late=True, explain=self._explain)
 
     def _stages(self, flat: Tensor) -> Iterator[dist.Work]:
         if self._errors():

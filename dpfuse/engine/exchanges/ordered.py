@@ -124,7 +124,7 @@ class OrderedSum(Exchange):
             with torch.inference_mode(False):  # what is made there cannot be written outside of it
                 self._parts = torch.empty_like(flat)
             self._stream = new_stream(flat.device)
-        return StagedWork(self._stages(flat, self._parts), 2, on_gpu=flat.is_cuda)
+        return StagedWork(self._stages(flat, self._parts), 2, device=flat.device)
 
     def started(self, work: dist.Work) -> None:
         # On CUDA all that follows is queued at once. On a CPU the wait does it.

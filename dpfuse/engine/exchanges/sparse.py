@@ -66,7 +66,7 @@ class SparseRows(Exchange):
 
     def start(self, flat: Tensor) -> dist.Work:
         assert self._rows is not None
-        return StagedWork(self._stages(self._rows, self._is_dense), 2, on_gpu=flat.is_cuda)
+        return StagedWork(self._stages(self._rows, self._is_dense), 2, device=flat.device)
 
     def tensors(self, flat: Tensor) -> list[Tensor]:
         """As `Exchange.tensors`: the numbers of rows, and the rows."""

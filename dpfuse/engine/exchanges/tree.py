@@ -100,7 +100,7 @@ class TreeSum(Exchange):
                     [nodes[0].new_empty(len(senders) * cut.lengths[rank]) for cut in cuts] for senders in self._senders
                 ]
         stages = self._stages(flat, nodes, cuts, self._received)
-        return StagedWork(stages, 1 + (self._cuts is None), on_gpu=flat.is_cuda)
+        return StagedWork(stages, 1 + (self._cuts is None), device=flat.device)
 
     def started(self, work: dist.Work) -> None:
         # On CUDA all that follows is queued at once. On a CPU the wait does it.
