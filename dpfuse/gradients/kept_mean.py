@@ -7,6 +7,8 @@ from collections.abc import Collection, Iterable
 import torch
 from torch import Tensor
 
+from dpfuse_kernels.multiply import multiply_each
+
 __all__ = ["KeptMean"]
 
 
@@ -58,16 +60,16 @@ class KeptMean:
         """
         for param in self._new_of(params):
             if param.grad is not None:
-                param.grad.mul_(weight)
+                multiply_each([param.grad], weight)
         for param in params:
             copy = self._copies.get(id(param))
             if copy is None or (param.grad is None and id(param) not in held):  # the program has dropped it
                 continue
-            more = copy.mul_(weight - 1)
+            multiply_each([copy], weight - 1)
             if param.grad is None:
-                param.grad = more
+                param.grad = copy
             else:
-                param.grad.add_(more)
+                param.grad.add_(copy)
         self.begin()
 
     def _new_of(self, params: Iterable[Tensor]) -> list[Tensor]:

@@ -28,6 +28,7 @@ from dpfuse.gradients.kept_mean import KeptMean
 from dpfuse.gradients.loss_scaling import LossScale
 from dpfuse.gradients.norm import Gradients
 from dpfuse.gradients.weight import GradientWeight
+from dpfuse_kernels.multiply import multiply_each
 
 __all__ = ["GradientFactors"]
 
@@ -243,8 +244,8 @@ class _FactorStep(PackStep):
                 return
             # On CUDA that is not for every dtype.
             found.others += torch.stack(torch._foreach_norm(tensors, math.inf)).isfinite().logical_not().any()
-        if factor is not None and tensors:
-            torch._foreach_mul_(tensors, factor)
+        if factor is not None:
+            multiply_each(tensors, factor)
 
     def after(self, arguments: PackArguments) -> None:
         factors, found = self._factors, self._factors._found

@@ -16,6 +16,7 @@ from dpfuse.engine.bucket import GradBucket
 from dpfuse.engine.reducer import Reducer
 from dpfuse.errors import DPFuseError
 from dpfuse_kernels import MxTable, PointerTable, multiply, squared_norm
+from dpfuse_kernels.multiply import multiply_each
 from dpfuse_kernels.squared_norm import ROW, row_norms
 
 __all__ = [
@@ -104,7 +105,7 @@ class Gradients:
             except ValueError:  # a gradient is of another dtype by now, or is sparse
                 loose = [*loose, *_present(grads)]
         for group in _grouped(loose):
-            torch._foreach_mul_([_stored(grad) for grad in group], factor.to(group[0].device))
+            multiply_each([_stored(grad) for grad in group], factor.to(group[0].device))
 
     @torch.no_grad()
     def squares(self) -> Tensor:

@@ -20,6 +20,7 @@ from dpfuse.gradients.norm import clipping_factor
 from dpfuse.sharded.delivery import ShardedDelivery
 from dpfuse.sharded.division import Region
 from dpfuse.sharded.part_sum import Incoming, PartSum
+from dpfuse_kernels.multiply import multiply_each
 from dpfuse_kernels.squared_norm import row_norms
 
 __all__ = ["DEPTH", "DeliveryInBackward", "InBackward", "SumInBackward", "Updates"]
@@ -134,7 +135,7 @@ class InBackward:
         if self._largest is not None and part.numel():
             self._squares.append(row_norms([part]).square())
             if (factor := self._factor) is not None and (factor.is_cuda or factor != 1.0):
-                part.mul_(factor)
+                multiply_each([part], factor)
 
     def unused(self, names: Sequence[str]) -> None:
         """Note parameters that no rank has used, although they are trained."""

@@ -14,6 +14,7 @@ from dpfuse.comm import collective
 from dpfuse.comm.waiting import board_of, finish
 from dpfuse.errors import DPFuseError
 from dpfuse.sharded.gradient import ShardedGradient, used_up
+from dpfuse_kernels.multiply import multiply_each
 from dpfuse_kernels.squared_norm import ROW, row_norms
 
 __all__ = ["ShardedGradients"]
@@ -71,7 +72,7 @@ class ShardedGradients:
                 return self._squares_by_row(device).sum().sqrt().to(kind)
         norms = [torch.zeros(1, dtype=torch.float64, device=device)]
         for part in self._parts():
-            norms.append(row_norms([part]) if order == 2 else torch.linalg.vector_norm(part, order).double().view(1))
+            norms.append(row_norms([part]) if order == 2 else _norm_of(part, order))
         rows = torch.cat(norms)
         with self._reading:
             if order == math.inf:
@@ -108,7 +109,12 @@ class ShardedGradients:
     def multiply(self, factor: Tensor) -> None:
         """As `Measurable.multiply`."""
         for part in self._parts():
-            part.mul_(factor)
+            multiply_each([part], factor)
+
+
+def _norm_of(part: Tensor, order: float) -> Tensor:
+    wide = torch.promote_types(part.dtype, torch.float32)
+    return torch.linalg.vector_norm(part, order, dtype=wide).double().view(1)
 
 
 def _squares(flat: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from dpfuse_kernels.pointer_table import PointerTable
 if TYPE_CHECKING:
     import triton.language as tl  # at run time `launcher.jit` imports it, before the first launch
 
-__all__ = ["multiply", "multiply_reference"]
+__all__ = ["multiply", "multiply_each", "multiply_reference"]
 
 
 def _multiply_kernel(
@@ -92,8 +92,7 @@ def multiply(tensors: Sequence[Tensor | None], table: PointerTable, factor: Tens
     for index in entries.irregular:
         addresses[index] = 0
     table.launcher.launch(_multiply_kernel, addresses, extras=(factor,))
-    for tensor in entries.irregular.values():
-        tensor.mul_(factor)
+    multiply_each([*entries.irregular.values()], factor)
 
 
 @torch.no_grad()
@@ -108,4 +107,23 @@ def multiply_reference(tensors: Sequence[Tensor | None], table: PointerTable, fa
         with table.gaps_kept():
             table.flat.mul_(factor)
     elif present := [tensor for tensor in tensors if tensor is not None]:
-        torch._foreach_mul_(present, factor)
+        multiply_each(present, factor)
+
+
+@torch.no_grad()
+def multiply_each(tensors: Sequence[Tensor], factor: Tensor | float) -> None:
+    """Multiply tensors in place with torch's operations, on any device. Products are rounded once.
+
+    Args:
+        tensors: of one dtype, device and layout.
+        factor: a number, or a scalar on that device, which the host does not read.
+    """
+    if not isinstance(factor, Tensor):
+        for tensor in tensors:  # one by one: on a GPU `_foreach_mul_` would round the number to 16 bits
+            tensor.mul_(factor)
+    elif tensors and tensors[0].dtype in (torch.bfloat16, torch.float16) and tensors[0].layout is torch.strided:
+        vector = factor.view(1)  # a scalar that is on the GPU would be rounded to 16 bits, too
+        for tensor in tensors:
+            torch.atleast_1d(tensor).mul_(vector)
+    elif tensors:
+        torch._foreach_mul_(list(tensors), factor)

@@ -217,3 +217,25 @@ def test_a_strict_check_raises_in_the_same_backward(rank, size):
     model.zero_grad()
     model(x).sum().backward()
     assert all(param.grad.isfinite().all() for param in model.parameters())
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("weight", [70001.0, 257.0])
+def test_a_weight_multiplies_gradients_of_16_bits_without_rounding_itself(nccl, weight, accumulate):
+    """16 bits cannot hold these weights. Rounded, all gradients that travel in place would be wrong by one factor."""
+    bare = nn.Linear(2048, 1024).cuda().bfloat16()
+    face = dpfuse.DataParallel if accumulate else dpfuse.DistributedDataParallel
+    model = face(copy.deepcopy(bare), **({"accumulate_in_buckets": True} if accumulate else {}))
+    inputs = torch.randn(8, 2048, device="cuda", dtype=torch.bfloat16)
+    for _ in range(3):
+        bare.zero_grad()
+        model.zero_grad()
+        if accumulate:
+            with model.no_sync():
+                model(inputs).float().sum().backward()
+            bare(inputs).float().sum().backward()
+        model.set_gradient_weight(weight)
+        model(inputs).float().sum().backward()
+        bare(inputs).float().sum().backward()
+        ratio = model.module.weight.grad.double().norm() / bare.weight.grad.double().norm()
+        assert ratio.item() == pytest.approx(1.0, abs=5e-4)

@@ -83,6 +83,20 @@ def norms(rank, size, order):
     return torch.stack(differences).abs().max().item()
 
 
+def norms_of_16_bits(rank, size, dtype):
+    net = nn.Linear(300, 300).to(dtype)
+    peer, model = dpfuse.DataParallel(copy.deepcopy(net)), dpfuse.DataParallel(net)
+    dpfuse.ShardedOptimizer(model, optim.SGD, lr=0.1)
+    for one in (peer, model):
+        one(torch.full((4, 300), 2.0, dtype=dtype)).sum().backward()
+    return (model.grad_norm(1.0) / peer.grad_norm(1.0) - 1).abs().item()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_norms_of_16_bits_are_computed_in_32(ranks, dtype):
+    assert max(ranks(norms_of_16_bits, dtype)) < 1e-5
+
+
 @pytest.mark.parametrize("order", [2.0, 1.0, 3.5, math.inf])
 def test_norm_and_clipping_are_those_of_whole_gradients(ranks, order):
     for difference in ranks(norms, order):

@@ -21,6 +21,7 @@ from dpfuse.engine.torch_private import Hooks, leave_untraced, ranged_without_gr
 from dpfuse.engine.user_line import warn_at_user
 from dpfuse.errors import DPFuseError
 from dpfuse_kernels import flatten
+from dpfuse_kernels.multiply import multiply_each
 
 __all__ = ["Accumulating", "Accumulation", "refuse_accumulated"]
 
@@ -106,7 +107,7 @@ class Accumulating(Feed):
                     "until the synchronised backward, or assign a clone before the first backward inside no_sync()."
                 )
         if arguments.factor is not None:  # it multiplies all that is averaged
-            torch._foreach_mul_(views, arguments.factor)
+            multiply_each(views, arguments.factor)
         if buffer.dtype.is_complex:
             grads = [None if grad is None else torch.view_as_real(grad.resolve_conj()) for grad in grads]
         if arguments.report is not None:
