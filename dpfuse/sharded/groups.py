@@ -15,14 +15,14 @@ from dpfuse.engine.inner_tensors import has_memory
 from dpfuse.engine.optimizer_step_hook import leave_steps_untold
 from dpfuse.errors import DPFuseError
 from dpfuse.sharded.owners import muon_cost
-from dpfuse.sharded.trial import keeps_elsewhere, needs_whole_tensors
+from dpfuse.sharded.trial import keeps_elsewhere, needs_whole_tensors, widest
 
 __all__ = ["MASTER", "OPTIMIZER_CLASS", "ParamGroups", "State", "Updater", "settings_of"]
 
 State = dict[str, Any]
 MASTER = "master_param"  # key of the float32 copy of a parameter in its state
 OPTIMIZER_CLASS = "optimizer_class"  # key of a group that another class updates
-TRIED_RATE = 0.01
+TRIED_RATE = 0.1
 
 
 class Trainer:
@@ -92,7 +92,10 @@ class Trainer:
                 continue
 
             settings = settings_of(group)
-            if settings.get("lr") == 0:  # a warm-up may begin so, but updates of nothing are all the same
+            rate = settings.get("lr")
+            if isinstance(rate, Tensor):
+                settings["lr"] = torch.full_like(rate, TRIED_RATE)
+            elif rate is not None:  # a small one, as at the beginning of a warm-up, would hide how updates differ
                 settings["lr"] = TRIED_RATE
 
             def make(params: list[Tensor], settings: Mapping[str, Any] = settings) -> Optimizer:
@@ -100,6 +103,7 @@ class Trainer:
 
             like = next((each for each in numbers if each.requires_grad), numbers[0])
             like = torch.empty(0, dtype=like.dtype if dtype is None else dtype, device=like.device)
+            like = widest(make, like)
             self.needs_whole |= needs_whole_tensors(self.kind, make, like)
             self.keeps_elsewhere |= keeps_elsewhere(make, like)
 

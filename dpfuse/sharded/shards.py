@@ -23,7 +23,7 @@ from dpfuse.sharded.delivery import ShardedDelivery
 from dpfuse.sharded.elementwise_shard import ElementwiseShard
 from dpfuse.sharded.flat_params import FlatParams, Kind, kind_of, refuse_shared, take, words_of
 from dpfuse.sharded.gradient import ShardedGradient
-from dpfuse.sharded.groups import ParamGroups, State
+from dpfuse.sharded.groups import ParamGroups, State, settings_of
 from dpfuse.sharded.in_backward import InBackward
 from dpfuse.sharded.norm import sharded_gradient
 from dpfuse.sharded.sharding import Sharding, ShardingInBackward
@@ -65,6 +65,7 @@ class Shards:
         self._shards: list[Shard] = []
         # Of parameters that are in no bucket now: state, what of it is divided, and the kind of the parameter then.
         self._aside: dict[Tensor, tuple[State, Collection[str], Kind]] = {}
+        self._foreign: list[tuple[int, Tensor]] = []  # parameters that are in no bucket, with the number of the group
         self._settings: list[dict[str, Any]] = []  # of the groups, in the step or backward that runs
         self._failure: BaseException | None = None  # why this rank could not update a part
         self._failures = 0  # how often it could not, since the start or the last load
@@ -84,6 +85,7 @@ class Shards:
         self._take_zeros()
         self._sync.gradients()  # raises if they cannot be used now
         self._find_gradients()
+        self._refuse_foreign()
         self._settings = self._groups.settings()
         self._take(self._shards)
         for shard in reversed(self._shards):  # the first layers first
@@ -97,6 +99,7 @@ class Shards:
         refuse_running(self._grads.reducer, self._group.rank())
         with self._sharding.telling(STEP):
             owed = self.in_backward.step()
+        self._refuse_foreign()
         if not owed:
             self._step_with_zeros()
         for name, param in zip(names_of(self._grads.plan), self._grads.params, strict=True):
@@ -140,7 +143,7 @@ class Shards:
                     self._update(shard, [param.requires_grad for param in params.params])
                 else:
                     self._gathers.append(params.start_gather())
-                increment_version(params.params)  # a graph that still needs the old values must not get the new ones
+                    increment_version(params.params)
 
     def spoil(self, wrong: Tensor) -> None:
         """As that of `Updates`."""
@@ -155,6 +158,8 @@ class Shards:
             except BaseException as error:  # an interrupt, too: it is raised once the peers have this rank's part
                 self._fail(error)
         self._gathers.append(shard.flat_params.start_gather())
+        # A graph that still needs the old values must not get the new ones.
+        increment_version([param for param, each in zip(shard.flat_params.params, touched, strict=True) if each])
 
     def _take(self, shards: Sequence[Shard]) -> None:
         """Move parameters that a program has changed in place, before any is updated."""
@@ -352,7 +357,29 @@ class Shards:
                 elif state:
                     self._aside[param] = state, divided, old.flat_params.kinds[number]
         self._shards = now
+        self._foreign = self._not_in(now)
         self._keep_aside(made)
+
+    def _not_in(self, shards: Sequence[Shard]) -> list[tuple[int, Tensor]]:
+        """Return the parameters that are in no bucket now, such as frozen ones, and the numbers of their groups."""
+        known = _places_of(shards)
+        return [
+            (number, param)
+            for number, group in enumerate(self._groups.groups)
+            for param in group["params"]
+            if param not in known
+        ]
+
+    def _refuse_foreign(self) -> None:
+        """Raise if a parameter has a gradient that the wrapped model has not averaged: no rank would update it."""
+        for number, param in self._foreign:
+            if param.grad is not None and not isinstance(param.grad, ShardedGradient):
+                raise DPFuseError(
+                    f"rank {self._group.rank()}: a parameter of shape {tuple(param.shape)} in parameter group {number} "
+                    "has a gradient, and the wrapped model does not average it: expected parameters of that model "
+                    "only, since no other is updated here. Give it to an optimizer of its own, set its .grad to None, "
+                    "or make it a part of the model before that is wrapped."
+                )
 
     def _refuse_converted(self) -> None:
         """Raise if a parameter that has a state is of another kind now; all ranks have agreed on the conversion."""
@@ -390,15 +417,16 @@ class Shards:
     def add_group(self, group: dict[str, Any]) -> None:
         """Add a parameter group; its parameters follow in the next step."""
         self._groups.add(group)
+        self._foreign = self._not_in(self._shards)
         self._sharding.own(self._groups)
 
     def _take_settings(self, before: list[dict[str, Any]]) -> None:
         """Take over what a step has changed in the parameter groups, such as a counter of steps."""
         for shard in self._shards:
             for number, after in shard.updater.changed_settings():
-                for key, value in before[number].items():
-                    if after[key] is not value:
-                        self._groups.groups[number][key] = after[key]
+                for key, value in settings_of(after).items():
+                    if key not in before[number] or before[number][key] is not value:
+                        self._groups.groups[number][key] = value
 
 
 def _places_of(shards: Sequence[Shard]) -> dict[Tensor, tuple[Shard, int]]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["keeps_elsewhere", "needs_whole_tensors"]
+__all__ = ["keeps_elsewhere", "needs_whole_tensors", "widest"]
 
 STEPS = 3
 
@@ -18,8 +18,8 @@ Make = Callable[[list[Tensor]], Optimizer]
 def needs_whole_tensors(kind: type[Optimizer], make: Make, like: Tensor) -> bool:
     """Whether an optimizer needs whole tensors: False if it updates each element by itself.
 
-    A class can say so itself, with an attribute `needs_whole_tensors`. Otherwise its update of a matrix is compared
-    with that of two parts of this matrix, and then its update of two matrices with that of each alone.
+    A class can say so itself, with an attribute `needs_whole_tensors`. Otherwise what it adds to a matrix is compared
+    with what it adds to two parts of this matrix, and then that of two matrices with that of each alone.
 
     Args:
         kind: the class of the optimizer.
@@ -38,7 +38,7 @@ def needs_whole_tensors(kind: type[Optimizer], make: Make, like: Tensor) -> bool
         cut = [[each.view(-1)[part] for each in matrix] for part in (slice(0, 10), slice(10, 24))]
         (whole,) = _trained(make, [matrix])
         parts = [_trained(make, [part])[0] for part in cut]
-        if _same(whole.view(-1), torch.cat(parts)):
+        if _same(whole.view(-1), torch.cat(parts), like):
             return False
         reasons.append("it updates an element differently in a matrix and in a part of one")
     except Exception as error:
@@ -46,7 +46,7 @@ def needs_whole_tensors(kind: type[Optimizer], make: Make, like: Tensor) -> bool
     try:
         together = _trained(make, [matrix, other])
         alone = [_trained(make, [one])[0] for one in (matrix, other)]
-        if all(map(_same, together, alone)):
+        if all(_same(one, other, like) for one, other in zip(together, alone, strict=True)):
             return True
         reasons.append("it updates a matrix differently if there is another one")
     except Exception as error:
@@ -83,7 +83,7 @@ def _numbers(rows: int, columns: int, like: Tensor) -> list[Tensor]:
 
 
 def _trained(make: Make, all_numbers: Sequence[Sequence[Tensor]], *, moving: bool = False) -> list[Tensor]:
-    """Return the tensors after some steps; each is given by its start and its gradients.
+    """Return what some steps add to tensors; each is given by its start and its gradients.
 
     Args:
         moving: whether each step has an optimizer of its own, with the states and settings of the last one.
@@ -96,17 +96,35 @@ def _trained(make: Make, all_numbers: Sequence[Sequence[Tensor]], *, moving: boo
         optimizer.step()
         if moving:
             optimizer = _moved(optimizer, make(params))
-    return [param.detach() for param in params]
+    return [param.detach() - start for param, (start, *_) in zip(params, all_numbers, strict=True)]
 
 
 def _moved(old: Optimizer, new: Optimizer) -> Optimizer:
+    params = {param for group in new.param_groups for param in group["params"]}
     for param, state in old.state.items():
+        if not isinstance(param, Tensor) or param not in params:
+            continue  # what is kept under other keys does not move
         new.state[param] = {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
     for group, before in zip(new.param_groups, old.param_groups, strict=True):
         group.update({key: value for key, value in before.items() if key != "params"})
     return new
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
-    # In 16 bits, vectorised code and its remainder may round differently.
-    return torch.allclose(one.float(), other.float(), rtol=1e-2, atol=1e-3)
+def _same(one: Tensor, other: Tensor, like: Tensor) -> bool:
+    """Whether two changes of the same numbers are equal but for rounding, which the dtype of `like` tells."""
+    one, other = one.double(), other.double()
+    # The numbers are below 4. Vectorised code and its remainder may round differently.
+    rounding = 16 * torch.finfo(like.dtype).eps
+    return torch.allclose(one, other, rtol=0.0, atol=rounding + 1e-3 * float(one.abs().max()))
+
+
+def widest(make: Make, like: Tensor) -> Tensor:
+    """Return what to try: in 32 bits, where 16 would hide small changes, if the optimizer works with that."""
+    if like.itemsize > 2:
+        return like
+    wide = like.float()
+    try:
+        _trained(make, [_numbers(4, 6, wide)])
+    except Exception:
+        return like
+    return wide
