@@ -82,8 +82,8 @@ def single_device(
 def refuse_sync_batch_norm_on_cpu(module: nn.Module) -> None:
     """Raises ValueError for torch's SyncBatchNorm on the CPU, where its forward would raise."""
     for name, layer in module.named_modules():
-        on_cpu = any(param.device.type == "cpu" for param in layer.parameters(recurse=False))
-        if type(layer) is nn.SyncBatchNorm and on_cpu:
+        own = layer._parameters.values() if type(layer) is nn.SyncBatchNorm else ()
+        if any(param is not None and param.device.type == "cpu" for param in own):
             raise ValueError(
                 f"SyncBatchNorm layers only work with GPU modules, got {name!r} on the CPU; move the module, or leave "
                 "BatchNorm layers as they are"

@@ -20,6 +20,7 @@ from dpfuse.ddp.distributed_data_parallel import TORCH_CLASS, DistributedDataPar
 from dpfuse.ddp.placement import group_of
 from dpfuse.engine.send_order import complete_failed
 from dpfuse.engine.torch_private import leave_untraced
+from dpfuse.model.named_params import named_with_ties
 from dpfuse.model.options import siblings
 from dpfuse.wrapper import SyncedModule
 
@@ -227,7 +228,7 @@ def _innermost(parts: Iterable[ReplicatedModule]) -> dict[int, ReplicatedModule]
 def _left_out(module: nn.Module, ids: Collection[int]) -> Iterator[None]:
     """Have wrappers that the body makes leave these tensors alone, beside those that the program has named."""
     before = module.__dict__.get(IGNORED)
-    named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    named = (*named_with_ties(module), *module.named_buffers(remove_duplicate=False))
     names = {name for name, tensor in named if id(tensor) in ids}.union(getattr(module, IGNORED, ()))
     TORCH_CLASS._set_params_and_buffers_to_ignore_for_model(module, sorted(names))
     try:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from dpfuse.engine.plan import DEFAULT_SIZE, MB, BucketRule, size_in_bytes
+from dpfuse.model.named_params import named_with_ties
 
 __all__ = ["BucketSizes", "rule_of"]
 
@@ -87,7 +88,7 @@ def rule_of(
         )
     if delayed is None:
         return BucketRule(sizes.caps)
-    named = dict(module.named_parameters(remove_duplicate=False))
+    named = dict(named_with_ties(module))
     hooked = next((name for name, param in module.named_parameters() if param is behind), None)
     if hooked is None:
         raise ValueError(

@@ -106,8 +106,9 @@ def describe_parameters(params: Any, *, kept: Collection[int] = ()) -> list[Para
             id(parameter)
             for module in params.modules()
             if getattr(module, "sparse", False) is True and hasattr(module, "num_embeddings")
-            for parameter in module.parameters(recurse=False)
-            if len(parameter.shape) > 1  # its other parameters, such as a scale, have dense gradients
+            for parameter in module._parameters.values()
+            if parameter is not None
+            and len(parameter.shape) > 1  # its other parameters, such as a scale, have dense gradients
         }
         return [
             _describe(name, parameter, id(parameter) in sparse)

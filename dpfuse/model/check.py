@@ -23,6 +23,7 @@ from dpfuse.engine.plan import DEFAULT_SIZE, BucketPlan, plan_buckets
 from dpfuse.engine.tensor_hash import hash_of, joined
 from dpfuse.engine.user_line import warn_at_user
 from dpfuse.model.divided import check_divided, words_of_division
+from dpfuse.model.named_params import named_with_ties
 from dpfuse.model.plan_file import fitted, given_plan, plan_digest
 from dpfuse.version import __version__
 
@@ -245,7 +246,7 @@ def describe_model(module: nn.Module, plan: BucketPlan, options: SyncOptions) ->
     lines = [f"parameter {spec.name} has sparse gradients" for spec in plan.specs if spec.sparse]
     lines += [f"a given plan of {plan_digest(plan)}"] if plan.tuned else []
     first: dict[int, str] = {}
-    for name, param in module.named_parameters(remove_duplicate=False):
+    for name, param in named_with_ties(module):
         if name in options.ignored:
             continue
         if id(param) in first:

@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from dpfuse.engine.local_part import is_divided
 from dpfuse.engine.param_spec import grad_dtype_of
 from dpfuse.engine.torch_private import local_tensor_of
+from dpfuse.model.named_params import named_with_ties
 
 __all__ = ["ModelSignature"]
 
@@ -226,13 +227,13 @@ class ModelSignature:
         dense = [each.param for each in known.values() if _is_strided(each.param)]
         divided = [param for param in dense if is_divided(param)]
         known_ids = set(map(id, dense))
-        owned = [[param for param in child.parameters(recurse=False) if id(param) in known_ids] for child in children]
+        owned = [[param for param in child._parameters.values() if id(param) in known_ids] for child in children]
         samples = [param for params in owned for param in (params if len(params) <= FEW else params[:1])]
         with torch._C.DisableTorchFunctionSubclass():
             addresses = [*map(Tensor.data_ptr, samples)]
         return _Look(
             known=known,
-            names={name for name, _ in module.named_parameters(remove_duplicate=False)},
+            names={name for name, _ in named_with_ties(module)},
             frozen=[each.param for each in known.values() if not each.trainable],
             unfrozen=[each.param for each in known.values() if each.trainable],
             empty=[table for table in tables if not table],
