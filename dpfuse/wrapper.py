@@ -221,7 +221,10 @@ class SyncedModule(nn.Module):
         sync, module = self._sync, self._modules["module"]
         assert module is not None
         call = module if self._around is None else partial(self._around, module)
-        if sync is None or not may_have_backward():
+        if sync is None:
+            return call(*inputs, **kwargs)
+        if not may_have_backward():
+            sync.buffers.inferred = True
             return call(*inputs, **kwargs)
         # Dynamo, where it is on, compiles the module, not what happens around it.
         tracer = set_tracer(None)

@@ -107,8 +107,8 @@ def describe_parameters(params: Any, *, kept: Collection[int] = ()) -> list[Para
             for module in params.modules()
             if getattr(module, "sparse", False) is True and hasattr(module, "num_embeddings")
             for parameter in module._parameters.values()
-            if parameter is not None
-            and len(parameter.shape) > 1  # its other parameters, such as a scale, have dense gradients
+            # Others, such as a scale, have dense gradients.
+            if parameter is not None and len(parameter.shape) > 1
         }
         return [
             _describe(name, parameter, id(parameter) in sparse)

@@ -40,6 +40,8 @@ class BufferSchedule(Feature, Companion):
         beside_gradients: whether backwards send them. Both may change between backwards, on all ranks.
         numbers_differ: whether ranks may have different numbers of forwards.
         local: whether the last forward that counts ran inside `no_sync()`.
+        inferred: whether a forward without gradients has run since buffers were sent. What it has written on each rank
+            stays there for the next forward, as with torch's class.
         hook: what synchronises the buffers in our place, before each forward.
         refusal: why the ranks have not settled on the buffers that travel, as an error; empty if they have.
     """
@@ -48,7 +50,7 @@ class BufferSchedule(Feature, Companion):
 
     def __init__(self, buffers: BufferSync, *, active: bool) -> None:
         self.before_forward = self.beside_gradients = active
-        self.numbers_differ = self.local = False
+        self.numbers_differ = self.local = self.inferred = False
         self.hook: Callable[[], None] | None = None
         self.refusal = ""
         self.unheard = () if buffers.agreed else ("delivered",)
@@ -105,12 +107,12 @@ class BufferSchedule(Feature, Companion):
         """
         if counts and self._fresh:
             if is_own and self.beside_gradients:
-                self._written.before_forward()
+                self._written.before_forward(by_value=not self.inferred)
             else:
                 self._written.say_nothing()
         if due:
             self.send()
-            self._fresh = self._begun = True
+            self._fresh, self._begun, self.inferred = True, True, False
         if counts:
             self._begun, self.local = True, local
             self._fresh = self._in_place = False
@@ -182,7 +184,7 @@ class BufferSchedule(Feature, Companion):
         """As `Companion.finish`."""
         if self.beside_gradients:
             self._written.finish_sending()
-            self._fresh = self._begun = True
+            self._fresh, self._begun, self.inferred = True, True, False
 
     def sent_otherwise(self) -> None:
         """Note that something else has sent the buffers, which counts as a write on all ranks but one."""

@@ -19,6 +19,7 @@ from dpfuse.comm import collective, votes
 from dpfuse.comm.flat_broadcast import FlatBroadcast
 from dpfuse.engine.inner_tensors import inner_tensors, memory_of
 from dpfuse.engine.local_part import local_of
+from dpfuse.engine.tensor_hash import hash_of, read
 from dpfuse.model.buffer_writer import BufferWriter
 
 __all__ = ["BufferKind", "BufferSync", "travelling_parts"]
@@ -27,6 +28,7 @@ END = (object(),)  # after what is compared, so that lists of different lengths 
 _shape_of, _dtype_of, _version_of = attrgetter("shape"), attrgetter("dtype"), attrgetter("_version")
 # In training, these forwards take the statistics of their batch, and only write the running ones.
 NORMALISES = (_BatchNorm.forward, _InstanceNorm.forward, nn.SyncBatchNorm.forward)
+LOW = 2**31 - 1  # bits that an int32 has
 SAME, OTHER_SHAPE, CONVERTED = 0, 1, 2  # how a buffer of a rank differs; the number of the rank is added to the last
 
 
@@ -227,6 +229,18 @@ class BufferSync:
             )
         names = names.difference(self._only_written()) if names else names
         return [name for name in self.agreed if name in names]
+
+    def hashes_of(self, names: Iterable[str], *, waits: bool) -> dict[str, int]:
+        """Return a hash of the values of each of these buffers; of those on a GPU only if the host may wait.
+
+        Those of a layer that normalises in its own way are left out: hardly one reads its statistics in training.
+        """
+        found = {name: self.found[name] for name in names if self.found[name].is_cpu or waits}
+        for prefix, layer in self._module.named_modules() if found else ():
+            if layer.training and isinstance(layer, (_BatchNorm, _InstanceNorm)):
+                for key in layer._buffers:
+                    found.pop(f"{prefix}.{key}" if prefix else key, None)
+        return {name: number & LOW for name, number in zip(found, read([*map(hash_of, found.values())]), strict=True)}
 
     def _sent(self) -> dict[str, Tensor]:
         """Return the values that the broadcasts have sent last, by name."""

@@ -22,10 +22,11 @@ FIRST, EVERY = 2, 64  # forwards before which values are compared, too: the firs
 
 
 class WrittenBuffers:
-    """Notices that some ranks have written a buffer that travels in backward, and others have not.
+    """Notices that ranks have written a buffer that travels in backward: some and not others, or with other values.
 
     The next forward had other values on each rank then, unless a collective of the program has made them equal. So the
-    values that arrive are compared with those that they replace, where they can be read without a wait.
+    values that arrive are compared with those that they replace, where they can be read without a wait. What all ranks
+    have written they compare by its hash: on a GPU in the first forwards only, since the host waits for it.
 
     Attributes:
         differ: whether ranks have written different ones, so that buffers must be sent before forwards.
@@ -41,7 +42,9 @@ class WrittenBuffers:
         # What was written before the first forward since the last backward, and before that one; None is unknown.
         self._written: list[str] | None = None
         self._before: list[str] | None = None
-        self._told: list[str] | None = None  # what the report has
+        self._hashes: dict[str, int] = {}  # of the values that were written then, as far as they are known
+        self._hashes_before: dict[str, int] = {}
+        self._told: object = None  # what the report has
         self._looks = 0
         self._replaced: set[str] = set()  # buffers that had other values than those that arrived
         self._warning = ""
@@ -56,27 +59,35 @@ class WrittenBuffers:
         """Tell it in this report from now on."""
         self._report, self._told = report, None
 
-    def before_forward(self) -> None:
-        """Tell what was written since the buffers were sent, before the first forward since then that counts."""
+    def before_forward(self, *, by_value: bool) -> None:
+        """Tell what was written since the buffers were sent, before the first forward since then that counts.
+
+        Args:
+            by_value: whether it matters what all ranks have written.
+        """
         if self.differ or self._is_alone:
             return
-        self._written = self._buffers.written(compare=self._looks < FIRST or not self._looks % EVERY)
+        first = self._looks < FIRST
+        self._written = self._buffers.written(compare=first or not self._looks % EVERY)
+        self._hashes = self._buffers.hashes_of(self._written, waits=first) if self._written and by_value else {}
         self._looks += 1
         self._tell()
 
     def say_nothing(self) -> None:
         """Tell nothing in the next backward, since this rank has run no forward of its own."""
-        self._written = None
+        self._written, self._hashes = None, {}
         self._tell()
 
     def _tell(self) -> None:
-        if self._written == self._told or self._report is None or capturing():
+        told = self._written, self._hashes
+        if told == self._told or self._report is None or capturing():
             return
-        self._told = self._written
+        self._told = told
         bits = [[0.0, 0.0]] * BITS
         if self._written is not None:
             # 0 is nothing, and other lists mostly have other numbers.
-            number = 1 + number_hash(self._written) % (2**BITS - 1) if self._written else 0
+            facts = *self._written, *self._hashes.values()
+            number = 1 + number_hash(facts) % (2**BITS - 1) if self._written else 0
             bits = [[float(number >> place & 1), float(~number >> place & 1)] for place in range(BITS)]
         pairs = self._report.compared(self._place).pairs
         now = torch.tensor(bits, dtype=pairs.dtype, device="cpu")
@@ -93,7 +104,7 @@ class WrittenBuffers:
 
     def delivered(self) -> None:
         """As `Watcher.delivered`."""
-        self._before = self._written
+        self._before, self._hashes_before = self._written, self._hashes
         if self._warning:
             warning, self._warning = self._warning, ""
             warn_at_user(warning)
@@ -103,25 +114,40 @@ class WrittenBuffers:
         engine, names, report = self._engine, list(self._buffers.agreed), self._report
         assert report is not None
         late = not report.is_on_cpu
-        written = self._before if late else self._written
+        written, hashes = (self._before, self._hashes_before) if late else (self._written, self._hashes)
         own, other = set(written or ()), set(names) if late else self._replaced
-        row = [written is not None, *(name in own for name in names), *(name in other for name in names)]
+        row: list[int] = [written is not None, *(name in own for name in names), *(name in other for name in names)]
+        row += [hashes.get(name, 0) for name in names]
         wire = torch.tensor(row, dtype=torch.int32, device=collective.group_device(engine.group))
         rows = [each.tolist() for each in collective.all_gather(wire, engine.group)]
         for place, name in enumerate(names, 1):
             wrote = [rank for rank, each in enumerate(rows) if each[0] and each[place]]
             others = [rank for rank, each in enumerate(rows) if each[0] and not each[place]]
+            values = [rows[rank][place + 2 * len(names)] for rank in wrote]
+            apart = [rank for rank, value in zip(wrote, values, strict=True) if value != values[0]]
             if wrote and others and any(each[place + len(names)] for each in rows):
-                self.differ = True
-                self.say_nothing()
-                self._warning = (
-                    f"rank {engine.group.rank()}: after synchronised backward {engine.completed - late} and before the "
-                    f"next forward, buffer {name!r} was written on rank {_listed(wrote)}, and not on rank "
-                    f"{_listed(others)}. That forward had other values on each; expected the same writes on every "
-                    "rank. From now on buffers are sent before forwards, as torch's class sends them. To save that, "
-                    "write the buffer on every rank."
+                what = (
+                    f"was written on rank {_listed(wrote)}, and not on rank {_listed(others)}. That forward had other "
+                    "values on each; expected the same writes on every rank"
                 )
-                return
+                remedy = "write the buffer on every rank"
+            elif apart:
+                what = (
+                    f"was written on rank {_listed(wrote)}, with other values on rank {_listed(apart)} than on rank "
+                    f"{wrote[0]}. If that forward has read it, it had other values on each; expected the same values "
+                    "on every rank"
+                )
+                remedy = "write the same values on every rank"
+            else:
+                continue
+            self.differ = True
+            self.say_nothing()
+            self._warning = (
+                f"rank {engine.group.rank()}: after synchronised backward {engine.completed - late} and before the "
+                f"next forward, buffer {name!r} {what}. From now on buffers are sent before forwards, as torch's class "
+                f"sends them. To save that, {remedy}."
+            )
+            return
 
 
 def _listed(ranks: Sequence[int]) -> str:

@@ -167,6 +167,57 @@ def test_in_windows_the_first_forward_sends(rank, size, face):
     assert len(texts) == 1
 
 
+def own_values(model, rank, step):
+    model.module.center.copy_(batch(rank, step).mean(0))
+
+
+def rollout(model, rank, step):
+    """Its forward, in training mode, takes the values of the batch over."""
+    with torch.no_grad():
+        model(batch(rank, 77 + step))
+
+
+def three_alike(model, rank, step):
+    model.module.center.fill_(float(step + 10 * (rank == 2)))
+
+
+def told_of_values(rank, step, ranks, apart):
+    return (
+        f"rank {rank}: after synchronised backward {step} and before the next forward, buffer 'center' was written on "
+        f"rank {ranks}, with other values on rank {apart} than on rank 0. If that forward has read it"
+    )
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_what_all_ranks_write_with_other_values_is_told_and_sent_from_then_on(rank, size, face):
+    def write(model, step):
+        if step >= 2:
+            own_values(model, rank, step)
+
+    equal, texts = beside_torch(rank, face, 7, write)
+    assert [each for step, each in enumerate(equal) if step not in (2, 3)] == [True] * 5
+    assert not all(equal)
+    (text,) = texts
+    assert text.startswith((told_of_values(rank, 2, "0, 1", "1"), told_of_values(rank, 3, "0, 1", "1")))
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_what_forwards_without_gradients_write_stays_as_with_torch(rank, size, face):
+    def write(model, step):
+        if step >= 1:  # before the first forward of all we send buffers
+            rollout(model, rank, step)
+
+    assert beside_torch(rank, face, 7, write, writes=True) == ([True] * 7, [])
+
+
+@pytest.mark.ranks(size=3)
+def test_the_ranks_with_other_values_are_named(rank, size):
+    equal, texts = beside_torch(rank, "ddp", 6, lambda model, step: three_alike(model, rank, step))
+    assert equal[3:] == [True] * 3
+    (text,) = texts
+    assert text.startswith((told_of_values(rank, 1, "0, 1, 2", "2"), told_of_values(rank, 2, "0, 1, 2", "2")))
+
+
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("face", FACES)
 @pytest.mark.parametrize("counts", [(3, 1), (1, 4), (2, 0), (0, 1)], ids=str)
@@ -284,6 +335,20 @@ def copied_on_one_rank(model, rank, step):
         copy.deepcopy(model)
 
 
+class OwnNorm(nn.BatchNorm1d):
+    """A layer of a package, which has a forward of its own."""
+
+    def forward(self, x):
+        return super().forward(x)
+
+
+def statistics_of_each(model, rank, step):
+    """Each rank has run other batches through it, as the forwards of a generator that no backward follows."""
+    if step == 0:
+        model.module.norm.__class__ = OwnNorm
+    model.module.norm(batch(rank, step))
+
+
 def frozen(model, rank, step):
     model.module.norm.requires_grad_(step % 2 == 0)
 
@@ -301,7 +366,8 @@ def nothing(model, rank, step):
 
 RIGHT = [
     nothing, lone_forward, lone_evaluation, all_write, all_write_unseen, own_broadcast, own_mean, loaded_by_all,
-    synchronized, statistics_of_one, norm_on_one_rank, another_attempt, copied_on_one_rank, frozen, two_backwards,
+    synchronized, statistics_of_one, statistics_of_each, norm_on_one_rank, another_attempt, copied_on_one_rank, frozen,
+    two_backwards,
 ]  # fmt: skip
 
 
