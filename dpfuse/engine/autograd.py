@@ -52,6 +52,7 @@ _ENGINE = engine_run_backward.__code__
 _OWN_BACKWARD = torch.autograd.function.BackwardCFunction.apply.__code__
 _queue_callback: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 FREED_WITHIN = 1.0  # seconds in which the engine frees a backward that has raised
+AGAIN = object()  # in place of the note of a forward whose output was reached before
 WHY_UNTRACED = "dpfuse notes here that a backward begins; under compiled autograd, compile without fullgraph=True"
 
 
@@ -385,7 +386,7 @@ class BackwardWatch:
         if self._leaves:
             self.forget_leaves()
         watched = False
-        hook: Callable[[Tensor], None] = partial(self.begin, [note])
+        hook: Callable[[Tensor], None] = partial(_begin, [self, note])
         for tensor in (outputs,) if isinstance(outputs, Tensor) else tensors_in(outputs):
             if not tensor.requires_grad:
                 continue
@@ -401,42 +402,9 @@ class BackwardWatch:
         while self._leaves:
             self._leaves.pop().remove()
 
-    def begin(self, notes: list[int] | None = None, _grad: Tensor | None = None) -> None:
-        """Open the backward that is running, unless it is open already.
-
-        If that fails, the backward is abandoned: the peers may wait for it. The forward counts as one without a
-        backward until then, so that the ranks differ where this fails before anything was noted.
-
-        Args:
-            notes: that of the forward whose output was reached, if one was; empty where that is not the first time.
-        """
-        listener, opens = self.listener, self._task is None
-        try:
-            self.unopened.clear()
-            if notes:
-                self.reached(notes.pop())
-            if opens:
-                node = torch._C._current_autograd_node()
-                compiled = compiled_backward() if node is None else None
-                if node is None and compiled is None:
-                    raise DPFuseError(
-                        "this backward runs under compiled autograd, which in this version of torch does not tell when "
-                        "a backward ends; expected the plain engine. Turn torch._dynamo.config.compiled_autograd off; "
-                        "torch.compile works without it."
-                    )
-                self._opened, self._announced = next(_numbers), notes is not None
-                listener.open(announced=self._announced)
-                task = partial(self._end, partial(_reaches_leaves, node))
-                self._task = weakref.ref(task, self._died)
-                _queue_callback(task)
-                if compiled is not None:
-                    EndOfCompiledBackward(compiled, lambda leaves: self._end(lambda: leaves))
-            elif notes is not None:
-                self._announced = True  # a ready mark has opened it
-        except BaseException:
-            self._task = None  # nothing tells the end of this backward
-            listener.abandon(opened=False)
-            raise
+    def begin(self) -> None:
+        """As `_begin` where no output was reached."""
+        _begin([self, None])
 
     leave_untraced(begin, calls=True, reason=WHY_UNTRACED)
 
@@ -499,6 +467,53 @@ class BackwardWatch:
             finally:
                 self._task = None  # last: another thread may wait for it
 
+
+def _begin(reached: list[Any], _grad: Tensor | None = None) -> None:
+    """Open the backward that is running, unless it is open already.
+
+    If that fails, the backward is abandoned: the peers may wait for it. The forward counts as one without a
+    backward until then, so that the ranks differ where this fails before anything was noted.
+
+    Args:
+        reached: the watch, and the note of the forward whose output was reached; `AGAIN` where that is not the first
+            time, None where no output was. The hooks of all outputs of a forward share it. After the first time it
+            refers weakly to the watch: a module that keeps its output would never be freed.
+    """
+    watch, note = reached
+    try:
+        listener, opens = watch.listener, watch._task is None
+    except ReferenceError:
+        return  # the wrapper is gone
+    try:
+        watch.unopened.clear()
+        if note is not None and note is not AGAIN:
+            reached[:] = weakref.proxy(watch), AGAIN
+            watch.reached(note)
+        if opens:
+            node = torch._C._current_autograd_node()
+            compiled = compiled_backward() if node is None else None
+            if node is None and compiled is None:
+                raise DPFuseError(
+                    "this backward runs under compiled autograd, which in this version of torch does not tell when "
+                    "a backward ends; expected the plain engine. Turn torch._dynamo.config.compiled_autograd off; "
+                    "torch.compile works without it."
+                )
+            watch._opened, watch._announced = next(_numbers), note is not None
+            listener.open(announced=watch._announced)
+            task = partial(watch._end, partial(_reaches_leaves, node))
+            watch._task = weakref.ref(task, watch._died)
+            _queue_callback(task)
+            if compiled is not None:
+                EndOfCompiledBackward(compiled, lambda leaves: watch._end(lambda: leaves))
+        elif note is not None:
+            watch._announced = True  # a ready mark has opened it
+    except BaseException:
+        watch._task = None  # nothing tells the end of this backward
+        listener.abandon(opened=False)
+        raise
+
+
+leave_untraced(_begin, calls=True, reason=WHY_UNTRACED)
 
 _watches: weakref.WeakSet[BackwardWatch] = weakref.WeakSet()
 _numbers = count()  # of backwards that begin, and of those that are opened: each later one is larger

@@ -123,6 +123,54 @@ def test_a_module_that_leads_to_its_wrapper_is_freed(ranks, options):
     assert ranks(leading_to_itself, OPTIONS[options]) == [[[]] * 9] * 2
 
 
+class KeepsOutput(nn.Module):
+    """Keeps what its last forward has returned, as modules do whose loss is read for a log."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.last = net(), None
+
+    def forward(self, x):
+        self.last = self.net(x)
+        return self.last
+
+
+def keeping_its_output(rank, size, options):
+    held = []
+    for face in (*FACES.values(), dpfuse.replicate):
+        for steps in (1, 3):
+            module = KeepsOutput()
+            model = face(module, **({} if face is dpfuse.replicate else options))
+            for _ in range(steps):
+                step(model, rank)
+            gone = [*map(weakref.ref, (module, model, *module.parameters()))]
+            del module, model
+            held.append(still_held(gone, within=3.0))
+    return held
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_a_module_that_keeps_its_output_is_freed(ranks, options):
+    assert ranks(keeping_its_output, OPTIONS[options]) == [[[]] * 6] * 2
+
+
+def dropped_before_its_backward(rank, size, face):
+    module = nn.Linear(2, 1, bias=False)
+    found = []
+    for _ in range(3):
+        module.zero_grad()
+        loss = FACES[face](module)(torch.full((1, 2), 1.0 + rank)).sum()
+        gc.collect()
+        loss.backward(retain_graph=True)
+        found.append(module.weight.grad.tolist())
+    return found
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_a_wrapper_that_is_dropped_before_its_backward_still_averages(ranks, face):
+    assert ranks(dropped_before_its_backward, face) == [[[[1.5, 1.5]]] * 3] * 2
+
+
 def rebuilt(rank, size):
     model = dpfuse.DataParallel(net(), None, 0.001, 0.0005)
     step(model, rank)
