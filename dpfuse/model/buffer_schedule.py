@@ -110,6 +110,8 @@ class BufferSchedule(Feature, Companion):
                 self._written.before_forward(by_value=not self.inferred)
             else:
                 self._written.say_nothing()
+        elif self._fresh and is_own and self.beside_gradients:
+            self._written.note(by_value=not self.inferred)
         if due:
             self.send()
             self._fresh, self._begun, self.inferred = True, True, False
@@ -134,7 +136,7 @@ class BufferSchedule(Feature, Companion):
             return
         buffers = self._buffers
         if buffers.agreed and (self._fresh or not self._begun):  # the other ranks may have run a forward
-            self._written.say_nothing()
+            self._written.tell_noted()
             if self.due(counts=True):
                 self.begin_forward(due=True, counts=False)
         self._question.asks = bool(buffers.agreed or buffers.found or any(buffers.tables)) and buffers.unsettled

@@ -44,6 +44,8 @@ class WrittenBuffers:
         self._before: list[str] | None = None
         self._hashes: dict[str, int] = {}  # of the values that were written then, as far as they are known
         self._hashes_before: dict[str, int] = {}
+        self._noted: tuple[list[str] | None, dict[str, int]] | None = None  # before a forward in eval mode
+        self._was_noted = False  # whether that is what was told last
         self._told: object = None  # what the report has
         self._looks = 0
         self._replaced: set[str] = set()  # buffers that had other values than those that arrived
@@ -65,18 +67,33 @@ class WrittenBuffers:
         Args:
             by_value: whether it matters what all ranks have written.
         """
-        if self.differ or self._is_alone:
-            return
-        first = self._looks < FIRST
-        self._written = self._buffers.written(compare=first or not self._looks % EVERY)
-        self._hashes = self._buffers.hashes_of(self._written, waits=first) if self._written and by_value else {}
-        self._looks += 1
+        if not (self.differ or self._is_alone):
+            self._written, self._hashes = self._look(by_value)
+            self._noted, self._was_noted = None, False
+            self._tell()
+
+    def note(self, *, by_value: bool) -> None:
+        """As `before_forward`, before a forward in eval mode: it is told if that has a backward of this rank."""
+        if not (self.differ or self._is_alone) and self._noted is None:
+            self._noted = self._look(by_value)
+
+    def tell_noted(self) -> None:
+        """Tell what was noted before a forward in eval mode; nothing, if this rank has run none."""
+        self._was_noted = self._noted is not None
+        self._written, self._hashes = self._noted or (None, {})
+        self._noted = None
         self._tell()
 
     def say_nothing(self) -> None:
         """Tell nothing in the next backward, since this rank has run no forward of its own."""
-        self._written, self._hashes = None, {}
-        self._tell()
+        self._noted = None
+        self.tell_noted()
+
+    def _look(self, by_value: bool) -> tuple[list[str] | None, dict[str, int]]:
+        first = self._looks < FIRST
+        written = self._buffers.written(compare=first or not self._looks % EVERY)
+        self._looks += 1
+        return written, self._buffers.hashes_of(written, waits=first) if written and by_value else {}
 
     def _tell(self) -> None:
         told = self._written, self._hashes
@@ -141,11 +158,16 @@ class WrittenBuffers:
             else:
                 continue
             self.differ = True
+            and_then = (
+                " in training mode only, and this one was in eval mode. To be right in both,"
+                if self._was_noted
+                else ", as torch's class sends them. To save that,"
+            )
             self.say_nothing()
             self._warning = (
                 f"rank {engine.group.rank()}: after synchronised backward {engine.completed - late} and before the "
-                f"next forward, buffer {name!r} {what}. From now on buffers are sent before forwards, as torch's class "
-                f"sends them. To save that, {remedy}."
+                f"next forward, buffer {name!r} {what}. From now on buffers are sent before forwards{and_then} "
+                f"{remedy}."
             )
             return
 

@@ -210,6 +210,25 @@ def test_what_forwards_without_gradients_write_stays_as_with_torch(rank, size, f
     assert beside_torch(rank, face, 7, write, writes=True) == ([True] * 7, [])
 
 
+@pytest.mark.parametrize("program", ["one rank", "all ranks"])
+@pytest.mark.parametrize("face", FACES)
+def test_training_in_eval_mode_is_told_of_what_it_cannot_send(rank, size, face, program):
+    model = wrapped(face)
+    model.eval()
+
+    def write(model, step):
+        if program == "all ranks":
+            own_values(model, rank, step)
+        elif rank == 0:
+            model.module.center.fill_(float(step + 1))
+
+    _, (text,) = train(model, rank, 5, write)
+    assert "buffer 'center' was written on rank 0" in text
+    assert (
+        "sent before forwards in training mode only, and this one was in eval mode. To be right in both, write" in text
+    )
+
+
 @pytest.mark.ranks(size=3)
 def test_the_ranks_with_other_values_are_named(rank, size):
     equal, texts = beside_torch(rank, "ddp", 6, lambda model, step: three_alike(model, rank, step))
