@@ -492,8 +492,8 @@ class SyncedModule(nn.Module):
         "sum", call this for the first time before the first backward of such a window.
 
         Args:
-            weight: 0 or more; 0 leaves this rank out. A tensor with one number, on the device of the gradients, is not
-                waited for. It is used as float32. None takes it back.
+            weight: 0 or more; 0 leaves this rank out, unless its gradients are NaN or infinite. A tensor with one
+                number, on the device of the gradients, is not waited for. It is used as float32. None takes it back.
             reduction: how the loss comes from the samples (or tokens) that the weight counts. "mean": it is their mean.
                 "sum": it is their sum, whose gradient is a multiple of the weight already.
 
