@@ -109,7 +109,7 @@ class _Grid:
             contender.prove(name)
         unsent = self._contenders[UNSENT]
         sync = unsent.wrapped._sync
-        self._recorder = SendRecorder(len(sync.grads.plan.specs), on_gpu=device == "cuda")
+        self._recorder = SendRecorder(len(sync.grads.plan.specs), device=sync.grads.params[0].device)
         sync.grads.record(self._recorder)
         for _ in range(RECORDED):
             unsent.step(network, None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -17,8 +18,8 @@ __all__ = ["SendRecorder"]
 class SendRecorder(BackwardRecorder):
     """Records backwards, all of which synchronise, and when their buckets are sent."""
 
-    def __init__(self, count: int, *, on_gpu: bool) -> None:
-        super().__init__(count, on_gpu=on_gpu)
+    def __init__(self, count: int, *, device: torch.device) -> None:
+        super().__init__(count, device=device)
         self._sends: list[list[Moment]] = []  # by backward: its begin, then when each bucket was sent
 
     def restart(self, count: int, *, skip: int = 0) -> None:
@@ -29,11 +30,11 @@ class SendRecorder(BackwardRecorder):
     def backward_begins(self, *, sync: bool, announced: bool) -> None:
         """Record the begin of a backward."""
         super().backward_begins(sync=sync, announced=announced)
-        self._sends.append([now(on_gpu=self._on_gpu)])
+        self._sends.append([now(self._device)])
 
     def bucket_sent(self, tensors: Sequence[Tensor], work: dist.Work, *, is_last: bool) -> None:
         """Record that a bucket was sent."""
-        self._sends[-1].append(now(on_gpu=self._on_gpu))
+        self._sends[-1].append(now(self._device))
 
     def sent(self) -> list[float]:
         """Return the typical seconds from the begin of backward until each bucket is sent, in that order."""

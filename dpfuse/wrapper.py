@@ -135,8 +135,6 @@ class SyncedModule(nn.Module):
         if fresh:
             complete_failed(group)  # the peers may still wait in a backward of another model, dropped or not
         self._group = group
-        if group is not None and isinstance(self.module, nn.Module):
-            use_device_of(self.module.parameters(), group)
         self._let_go()
         if self._sync_if_any() is not None:
             self._options = self._options_now()
@@ -147,6 +145,8 @@ class SyncedModule(nn.Module):
                 show_chosen_logs()
                 deadline.read()
                 self._options = self._options.with_plan_read()
+            if group is not None and isinstance(self.module, nn.Module):
+                use_device_of((param for _, param in self.module.named_parameters()), group)
             plan = check_module(self.module, self._options, group)
             if fresh and group is None and self._options.micro_batches is not None:
                 refuse_without_group(self._options.micro_batches)
@@ -838,7 +838,8 @@ def _warn_of_wrappers_inside(module: nn.Module, ignored: Collection[str]) -> boo
     for name, inner in module.named_modules():
         if wrapper_of(inner) is None and not isinstance(inner, nn.parallel.DistributedDataParallel):
             continue
-        if any(param not in ignored for param, _ in inner.named_parameters(prefix=name)):
+        prefix = f"{name}." if name else ""
+        if any(prefix + param not in ignored for param, _ in inner.named_parameters()):
             got = (
                 f"{type(module).__name__} whose part {name!r} is a {type(inner).__name__}"
                 if name

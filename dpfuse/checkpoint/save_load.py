@@ -362,8 +362,11 @@ def _group_of(model: nn.Module, group: dist.ProcessGroup | None) -> dist.Process
     if group is None and wrapper is not None:
         return wrapper._group
     if group is None and isinstance(inner, TorchDistributedDataParallel):
-        return inner.process_group
-    return collective.resolve_group(group)
+        group = inner.process_group
+    found = collective.resolve_group(group)
+    if found is not None and isinstance(model, nn.Module):
+        collective.use_device_of((param for _, param in model.named_parameters()), found)
+    return found
 
 
 def _gather(own: bytes, group: dist.ProcessGroup | None) -> list[Tensor]:

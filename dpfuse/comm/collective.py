@@ -114,7 +114,10 @@ def group_device(group: dist.ProcessGroup) -> torch.device:
 
 def use_device_of(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
     """Let small tensors for `group` be on the device of the first of these that is on a GPU; to be called early."""
-    if group not in _device_of and (found := next((each.device for each in tensors if each.is_cuda), None)) is not None:
+    if group in _device_of or _on_cpu.get(group):
+        return
+    found = next((each.device for each in tensors if each.is_cuda), None)
+    if found is not None:
         _device_of[group] = found
 
 
@@ -294,6 +297,11 @@ class _PythonWork(dist.Work):
         self._work = work
         self._flat = flat
         self._waited = False
+
+    @property
+    def last(self) -> dist.Work:
+        """What lands; to wait for it does nothing for this work."""
+        return self._work
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait for the work, and copy its result to where it belongs."""

@@ -152,6 +152,7 @@ class StagedWork(dist.Work):
 def last_collective(work: dist.Work) -> dist.Work | None:
     """Return what one who only looks on may wait for to learn when `work` lands on a GPU; None if that has not started.
 
-    A wait for a work of several stages would start and end those in place of the wait that uses the result.
+    A wait for a work that does more than to wait, as between stages, would do that in place of the one who needs it.
     """
-    return work.last if isinstance(work, StagedWork) else work
+    found: dist.Work | None = getattr(work, "last", work)
+    return found

@@ -140,12 +140,11 @@ class DistributedDataParallel(TorchHooks, Joinable):
         group = group_of(process_group, device_mesh)
         if init_sync:
             complete_failed(group)  # before a failure is told here
-        if isinstance(module, nn.Module):
-            use_device_of(module.parameters(), group)
         try:
             if not isinstance(module, nn.Module):
                 got = f"the class {module.__name__}" if isinstance(module, type) else type(module).__name__
                 raise TypeError(f"module must be a torch.nn.Module, got {got}; pass the model instance")
+            use_device_of((param for _, param in module.named_parameters()), group)
             flags = {"broadcast_buffers": broadcast_buffers, "forward_sync_buffers": forward_sync_buffers}
             for name, flag in flags.items():
                 instance(name, flag, (bool, NoneType), "True, False or None", "leave it out to send buffers each time")

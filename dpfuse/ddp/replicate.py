@@ -154,10 +154,9 @@ def replicate(
     instance("mesh", mesh, (DeviceMesh, NoneType), "a torch.distributed.device_mesh.DeviceMesh", "leave it out")
     group = group_of(options.get("process_group"), mesh)
     complete_failed(group)  # before a failure is told here
-    if isinstance(module, nn.Module):
-        use_device_of(module.parameters(), group)
     try:
         _check(module)
+        use_device_of((param for _, param in module.named_parameters()), group)
         ignored = _ids_of(module, ignored_params)
     except (TypeError, ValueError) as error:
         report_failure(error, group, "the wrapped module")

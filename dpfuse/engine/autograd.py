@@ -480,14 +480,13 @@ def _begin(reached: list[Any], _grad: Tensor | None = None) -> None:
             refers weakly to the watch: a module that keeps its output would never be freed.
     """
     watch, note = reached
-    try:
-        listener, opens = watch.listener, watch._task is None
-    except ReferenceError:
+    if note is AGAIN and (watch := watch()) is None:
         return  # the wrapper is gone
+    listener, opens = watch.listener, watch._task is None
     try:
         watch.unopened.clear()
         if note is not None and note is not AGAIN:
-            reached[:] = weakref.proxy(watch), AGAIN
+            reached[:] = weakref.ref(watch), AGAIN
             watch.reached(note)
         if opens:
             node = torch._C._current_autograd_node()

@@ -110,7 +110,7 @@ class DPFuseAccelerator(Accelerator):
             self._kept_mean.multiply(added_to, divisor)
             for param in added_to:
                 if param.grad is not None:
-                    param.grad.div_(divisor)
+                    param.grad.div_(_exact(divisor, param.grad))
 
     def _model(self) -> nn.Module:
         """The one model that was prepared.
@@ -135,3 +135,9 @@ class DPFuseAccelerator(Accelerator):
                 "in dpfuse.DistributedDataParallel. Use no other plugin, and let prepare() wrap the bare model."
             )
         return model
+
+
+def _exact(divisor: Any, grad: Tensor) -> Any:
+    """Return a divisor that torch does not round to 16 bits on a GPU before it divides: a vector, no scalar."""
+    narrow = isinstance(divisor, Tensor) and grad.dtype in (torch.bfloat16, torch.float16) and grad.dim()
+    return divisor.reshape(1).float() if narrow else divisor

@@ -134,7 +134,7 @@ def take_variables(args: argparse.Namespace, given: set[str], environ: Mapping[s
             "well: PADDLE_MASTER=host:port. Unset PADDLE_NNODES if this machine is the only one."
         )
     rank = environ.get("PADDLE_RANK", "")
-    if not rank:
+    if rank in ("", "-1"):  # which is Paddle's own default
         return {"nnodes", "master"}
     if not rank.isdecimal():
         raise ValueError(f"PADDLE_RANK: got {rank!r}, expected the number of this machine, from 0")

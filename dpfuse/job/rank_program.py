@@ -42,6 +42,7 @@ __all__ = [
 KEPT_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)  # with which schedulers announce the end of a job
 SECONDS_TO_END = 8  # that a rank gets to end after it failed or was asked to; torchrun gives 30
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
+SECONDS_TO_WRITE = 60
 BUFFERED = io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom  # a text is written into one of the others
 
 
@@ -237,20 +238,25 @@ def end_process(code: int = 0, *, forked: bool = False) -> NoReturn:
     distributed = sys.modules.get("torch.distributed")
     if code == 0 and distributed is not None and distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()
-    for stream in (sys.stdout, sys.stderr, *([] if forked else _open_files())):
+    for stream in (sys.stdout, sys.stderr):
         # The stream is closed, or a pipe without a reader.
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     if not forked:
-        ctypes.CDLL(None).fflush(None)  # what C and C++ have printed
+        writer = threading.Thread(target=_write_buffered, daemon=True)
+        writer.start()
+        writer.join(SECONDS_TO_WRITE)  # a thread that is stuck in such a file would hold it for ever
     os._exit(code)
 
 
-def _open_files() -> list[Any]:
-    """Return the files that the program has left open: Python's finalization would write what they buffer."""
+def _write_buffered() -> None:
+    """Write what open files of the program still buffer, as Python's finalization does; and C's own."""
     gc.unfreeze()  # else its objects are not listed
-    objects = gc.get_objects()
-    return [each for kind in BUFFERED for each in objects if issubclass(type(each), kind)]
+    files = [each for each in gc.get_objects() if issubclass(type(each), BUFFERED)]
+    for file in sorted(files, key=lambda each: not isinstance(each, io.TextIOWrapper)):
+        with contextlib.suppress(Exception):  # its code may be the program's, or another library's
+            file.flush()
+    ctypes.CDLL(None).fflush(None)
 
 
 def _note_if_stopped(code: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -32,10 +31,12 @@ class CommunicationTimes(Watcher):
     seconds: float = 0.0  # from sent to landed, summed over the buckets
     exposed: float = 0.0  # in which backward had nothing left to do but wait
     _spans: deque[tuple[str, Moment, Moment]] = field(default_factory=deque, repr=False)  # of GPUs
-    _unended: WeakKeyDictionary[dist.Work, Moment] = field(default_factory=WeakKeyDictionary, repr=False)  # when sent
+    _unended: dict[int, Moment] = field(
+        default_factory=dict, repr=False
+    )  # when works were sent, by id, until they land
     _waiting: Moment = field(default=0.0, repr=False)
     _landing: Moment | None = field(default=None, repr=False)  # when that was sent which is waited for
-    _device: torch.device = field(default=torch.device("cpu"), repr=False)  # of the bucket that was sent last
+    _device: torch.device = field(default=torch.device("cpu"), repr=False)  # of the bucket that is waited for
     _side: torch.cuda.Stream | None = field(default=None, repr=False)
 
     def bucket_sent(self, tensors: Sequence[Tensor], work: dist.Work, *, is_last: bool) -> None:
@@ -43,13 +44,13 @@ class CommunicationTimes(Watcher):
         self.steps += is_last
         self.collectives += 1
         self.nbytes += sum(tensor.nbytes for tensor in tensors)
-        self._device = device = tensors[0].device
+        device = tensors[0].device
         started = now(device)
         if device.type == "cuda":
             self._side = self._side or torch.cuda.Stream(device)
             last = last_collective(work)
             if last is None:
-                self._unended[work] = started
+                self._unended[id(work)] = started
                 return
             with torch.cuda.stream(self._side):
                 last.wait(NO_LIMIT)
@@ -64,7 +65,8 @@ class CommunicationTimes(Watcher):
 
     def bucket_waited_for(self, flat: Tensor, work: dist.Work) -> None:
         """Backward is over and waits for a bucket."""
-        self._waiting, self._landing = now(flat.device), self._unended.pop(work, None)
+        self._device = flat.device
+        self._waiting, self._landing = now(flat.device), self._unended.pop(id(work), None)
 
     def bucket_landed(self) -> None:
         """The bucket has landed."""

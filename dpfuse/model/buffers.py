@@ -29,6 +29,7 @@ _shape_of, _dtype_of, _version_of = attrgetter("shape"), attrgetter("dtype"), at
 # In training, these forwards take the statistics of their batch, and only write the running ones.
 NORMALISES = (_BatchNorm.forward, _InstanceNorm.forward, nn.SyncBatchNorm.forward)
 LOW = 2**31 - 1  # bits that an int32 has
+SMALL = 64 * 1024  # bytes of a buffer that is hashed in each step in which all ranks have written it
 SAME, OTHER_SHAPE, CONVERTED = 0, 1, 2  # how a buffer of a rank differs; the number of the rank is added to the last
 
 
@@ -230,17 +231,26 @@ class BufferSync:
         names = names.difference(self._only_written()) if names else names
         return [name for name in self.agreed if name in names]
 
-    def hashes_of(self, names: Iterable[str], *, waits: bool) -> dict[str, int]:
-        """Return a hash of the values of each of these buffers; of those on a GPU only if the host may wait.
+    def hashes_of(self, names: Iterable[str], *, looks: bool, waits: bool) -> dict[str, int]:
+        """Return a hash, above 0, of the values of each of these buffers.
 
         Those of a layer that normalises in its own way are left out: hardly one reads its statistics in training.
+
+        Args:
+            looks: whether large ones are hashed, too.
+            waits: whether the host may wait for those on a GPU.
         """
-        found = {name: self.found[name] for name in names if self.found[name].is_cpu or waits}
+        found = {
+            name: buffer
+            for name in names
+            if (waits if not (buffer := self.found[name]).is_cpu else looks or buffer.nbytes <= SMALL)
+        }
         for prefix, layer in self._module.named_modules() if found else ():
             if layer.training and isinstance(layer, (_BatchNorm, _InstanceNorm)):
                 for key in layer._buffers:
                     found.pop(f"{prefix}.{key}" if prefix else key, None)
-        return {name: number & LOW for name, number in zip(found, read([*map(hash_of, found.values())]), strict=True)}
+        numbers = read([*map(hash_of, found.values())])
+        return {name: number & LOW or 1 for name, number in zip(found, numbers, strict=True)}
 
     def _sent(self) -> dict[str, Tensor]:
         """Return the values that the broadcasts have sent last, by name."""

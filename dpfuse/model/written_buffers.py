@@ -45,7 +45,7 @@ class WrittenBuffers:
         self._hashes: dict[str, int] = {}  # of the values that were written then, as far as they are known
         self._hashes_before: dict[str, int] = {}
         self._noted: tuple[list[str] | None, dict[str, int]] | None = None  # before a forward in eval mode
-        self._was_noted = False  # whether that is what was told last
+        self._was_noted = self._was_noted_before = False  # whether that is what was told
         self._told: object = None  # what the report has
         self._looks = 0
         self._replaced: set[str] = set()  # buffers that had other values than those that arrived
@@ -69,13 +69,14 @@ class WrittenBuffers:
         """
         if not (self.differ or self._is_alone):
             self._written, self._hashes = self._look(by_value)
+            self._looks += 1
             self._noted, self._was_noted = None, False
             self._tell()
 
     def note(self, *, by_value: bool) -> None:
         """As `before_forward`, before a forward in eval mode: it is told if that has a backward of this rank."""
-        if not (self.differ or self._is_alone) and self._noted is None:
-            self._noted = self._look(by_value)
+        if not (self.differ or self._is_alone):
+            self._noted = self._look(by_value)  # in place of that before another one, which a rank may run alone
 
     def tell_noted(self) -> None:
         """Tell what was noted before a forward in eval mode; nothing, if this rank has run none."""
@@ -91,9 +92,11 @@ class WrittenBuffers:
 
     def _look(self, by_value: bool) -> tuple[list[str] | None, dict[str, int]]:
         first = self._looks < FIRST
-        written = self._buffers.written(compare=first or not self._looks % EVERY)
-        self._looks += 1
-        return written, self._buffers.hashes_of(written, waits=first) if written and by_value else {}
+        looks = first or not self._looks % EVERY
+        written = self._buffers.written(compare=looks)
+        if not (written and by_value):
+            return written, {}
+        return written, self._buffers.hashes_of(written, looks=looks, waits=first and not capturing())
 
     def _tell(self) -> None:
         told = self._written, self._hashes
@@ -121,7 +124,7 @@ class WrittenBuffers:
 
     def delivered(self) -> None:
         """As `Watcher.delivered`."""
-        self._before, self._hashes_before = self._written, self._hashes
+        self._before, self._hashes_before, self._was_noted_before = self._written, self._hashes, self._was_noted
         if self._warning:
             warning, self._warning = self._warning, ""
             warn_at_user(warning)
@@ -132,6 +135,7 @@ class WrittenBuffers:
         assert report is not None
         late = not report.is_on_cpu
         written, hashes = (self._before, self._hashes_before) if late else (self._written, self._hashes)
+        was_noted = self._was_noted_before if late else self._was_noted
         own, other = set(written or ()), set(names) if late else self._replaced
         row: list[int] = [written is not None, *(name in own for name in names), *(name in other for name in names)]
         row += [hashes.get(name, 0) for name in names]
@@ -140,8 +144,9 @@ class WrittenBuffers:
         for place, name in enumerate(names, 1):
             wrote = [rank for rank, each in enumerate(rows) if each[0] and each[place]]
             others = [rank for rank, each in enumerate(rows) if each[0] and not each[place]]
-            values = [rows[rank][place + 2 * len(names)] for rank in wrote]
-            apart = [rank for rank, value in zip(wrote, values, strict=True) if value != values[0]]
+            values = {rank: value for rank in wrote if (value := rows[rank][place + 2 * len(names)])}  # 0 is unknown
+            first = next(iter(values), 0)
+            apart = [rank for rank, value in values.items() if value != values[first]]
             if wrote and others and any(each[place + len(names)] for each in rows):
                 what = (
                     f"was written on rank {_listed(wrote)}, and not on rank {_listed(others)}. That forward had other "
@@ -151,7 +156,7 @@ class WrittenBuffers:
             elif apart:
                 what = (
                     f"was written on rank {_listed(wrote)}, with other values on rank {_listed(apart)} than on rank "
-                    f"{wrote[0]}. If that forward has read it, it had other values on each; expected the same values "
+                    f"{first}. If that forward has read it, it had other values on each; expected the same values "
                     "on every rank"
                 )
                 remedy = "write the same values on every rank"
@@ -160,7 +165,7 @@ class WrittenBuffers:
             self.differ = True
             and_then = (
                 " in training mode only, and this one was in eval mode. To be right in both,"
-                if self._was_noted
+                if was_noted
                 else ", as torch's class sends them. To save that,"
             )
             self.say_nothing()

@@ -123,8 +123,13 @@ def in_torch_layout(state: Mapping[str, Any], module: nn.Module) -> Iterator[tup
         if isinstance(layer, _NormBase):
             leaf = STATISTICS.get(leaf, leaf)
         name = f"{owner}.{leaf}" if owner else leaf
-        tensor = torch.as_tensor(value)
-        if isinstance(layer, nn.Linear) and leaf == "weight":
+        try:
+            tensor = torch.as_tensor(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(
+                f"{key!r} is a {type(value).__name__}, expected a tensor or an array: pass a state dict of Paddle"
+            ) from error
+        if isinstance(layer, nn.Linear) and leaf == "weight" and tensor.dim() == 2:
             tensor = tensor.t().contiguous()
         if tensor.dtype == torch.uint16 and name in expected and expected[name].dtype == torch.bfloat16:
             tensor = tensor.view(torch.bfloat16)

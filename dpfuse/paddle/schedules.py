@@ -49,6 +49,8 @@ class Schedules:
 
     def state(self) -> list[dict[str, Any]]:
         """Return what `load` takes: the types and states of the schedulers in use; none if one cannot be saved."""
+        if self._loaded:
+            return self._loaded
         try:
             return [
                 {"type": type(each).__name__, "state": plain(each.state_dict(), f"the state of {type(each).__name__}")}
@@ -60,4 +62,4 @@ class Schedules:
 
     def load(self, state: list[dict[str, Any]]) -> None:
         """Keep these states for the training that begins next."""
-        self._loaded = state
+        self._loaded, self._used = state, ()

@@ -24,7 +24,10 @@ __all__ = ["is_paddle_file", "load", "plain", "save", "written_whole"]
 ZIP, PICKLE = b"PK", b"\x80"  # how files of torch, and those of Paddle, begin
 PLAIN = {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size}
 # What files name for a number of numpy: those of torch.save, such as a learning rate that numpy has computed.
-NUMPY_NUMBERS = [np.float64(0).__reduce__()[0], np.dtype, *{type(np.dtype(code)) for code in np.typecodes["AllFloat"]}]
+_KINDS = {type(np.dtype(code)) for code in np.typecodes["AllFloat"] + np.typecodes["AllInteger"] + "?"}
+_SCALAR = np.float64(0).__reduce__()[0]
+_NAMES = [(_SCALAR, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")]  # before and since numpy 2
+NUMPY_NUMBERS = [*_NAMES, np.dtype, *sorted(_KINDS, key=str)]
 
 
 @contextmanager
@@ -110,7 +113,8 @@ def load(path: str | os.PathLike[str], return_numpy: bool = False) -> Any:
             "file of tensors that dpfuse.paddle.save, torch.save or real Paddle's paddle.save has written"
         )
     try:
-        with torch.serialization.safe_globals(NUMPY_NUMBERS):
+        allowed = torch.serialization.get_safe_globals()  # by the program: these stay so
+        with torch.serialization.safe_globals([each for each in NUMPY_NUMBERS if each not in allowed]):
             found = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, EOFError, RuntimeError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]

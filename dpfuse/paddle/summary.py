@@ -97,7 +97,9 @@ def _rows(net: nn.Module, inputs: Sequence[Any]) -> list[tuple[str, str, str, st
         rows.append((name, _shapes(taken), _shapes(given), f"{sum(param.numel() for param in own):,}"))
 
     # A module that owns parameters is shown even if it has children.
-    layers = [m for m in net.modules() if not any(m.children()) or any(True for _ in m.parameters(recurse=False))]
+    layers = [
+        m for m in net.modules() if not any(m.children()) or any(each is not None for each in m._parameters.values())
+    ]
     hooks = [layer.register_forward_hook(record) for layer in layers]
     try:
         with network_mode(net, training=False), torch.no_grad():

@@ -103,9 +103,9 @@ class Trainer:
 
             like = next((each for each in numbers if each.requires_grad), numbers[0])
             like = torch.empty(0, dtype=like.dtype if dtype is None else dtype, device=like.device)
-            like = widest(make, like)
-            self.needs_whole |= needs_whole_tensors(self.kind, make, like)
-            self.keeps_elsewhere |= keeps_elsewhere(make, like)
+            wide = widest(make, like)
+            self.needs_whole |= needs_whole_tensors(self.kind, make, wide)
+            self.keeps_elsewhere |= keeps_elsewhere(make, wide) or (wide is not like and keeps_elsewhere(make, like))
 
     def cost(self, shape: Sequence[int]) -> float:
         """Return what the update of a tensor costs; a class can have a function `update_cost(shape)`."""

@@ -75,7 +75,10 @@ class InBackward:
             step, and where none was asked for.
     """
 
-    def __init__(self, group: dist.ProcessGroup, updates: Updates, largest_norm: float | None) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, updates: Updates, largest_norm: float | None, device: torch.device
+    ) -> None:
+        self._device = device
         self.norm: Tensor | None = None
         self._group = group
         self.updates = updates
@@ -184,7 +187,7 @@ class InBackward:
                 "Freeze them (requires_grad_(False)), or leave step_in_backward out."
             )
         if self._owed and self._largest is not None:
-            total = torch.zeros((), dtype=torch.float64, device=collective.group_device(self._group))
+            total = torch.zeros((), dtype=torch.float64, device=self._device)
             if self._squares:  # this rank's parts may be empty
                 total = torch.cat(self._squares).sum(dtype=torch.float64)
             finish(collective.all_reduce(total, self._group), board_of(self._group), total.device.type)

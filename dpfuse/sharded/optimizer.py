@@ -19,7 +19,7 @@ from dpfuse.errors import DPFuseError
 from dpfuse.sharded.flat_params import refuse_shared
 from dpfuse.sharded.groups import ParamGroups, settings_of
 from dpfuse.sharded.shards import Shards, refuse_missing
-from dpfuse.wrapper import SyncedModule, sync_of
+from dpfuse.wrapper import SyncedModule, bare_module, sync_of
 
 __all__ = ["ShardedOptimizer"]
 
@@ -119,7 +119,7 @@ class ShardedOptimizer(Optimizer):
                     f"clip_by_last_norm must be above 0 and needs step_in_backward=True, got {clip_by_last_norm} and "
                     f"{step_in_backward}; without the latter, call model.clip_grad_norm_()."
                 )
-            given = model.parameters() if params is None else params
+            given = _averaged(model) if params is None else params
             groups = ParamGroups(optimizer_class, given, defaults, divided=sync is not None)
             super().__init__(groups.groups, {})
             self._groups, self.param_groups, self.defaults = groups, groups.groups, groups.defaults
@@ -280,6 +280,12 @@ class ShardedOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         raise DPFuseError("a ShardedOptimizer cannot be copied or pickled, expected its state_dict(); save that.")
+
+
+def _averaged(model: SyncedModule) -> list[nn.Parameter]:
+    """Return the parameters of the model, without those that a program has told the wrapper to leave alone."""
+    ignored = sync.options.ignored if (sync := sync_of(model, "ShardedOptimizer")) is not None else ()
+    return [param for name, param in bare_module(model).named_parameters() if name not in ignored]
 
 
 def _check_class(optimizer_class: Any) -> None:

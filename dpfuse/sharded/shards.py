@@ -69,7 +69,8 @@ class Shards:
         self._settings: list[dict[str, Any]] = []  # of the groups, in the step or backward that runs
         self._failure: BaseException | None = None  # why this rank could not update a part
         self._failures = 0  # how often it could not, since the start or the last load
-        self.in_backward = InBackward(self._group, self, largest_norm) if in_backward else None
+        device = self._grads.params[0].device
+        self.in_backward = InBackward(self._group, self, largest_norm, device) if in_backward else None
         self._sharding = (
             Sharding(sync, self._field())
             if self.in_backward is None
@@ -373,13 +374,17 @@ class Shards:
     def _refuse_foreign(self) -> None:
         """Raise if a parameter has a gradient that the wrapped model has not averaged: no rank would update it."""
         for number, param in self._foreign:
-            if param.grad is not None and not isinstance(param.grad, ShardedGradient):
-                raise DPFuseError(
-                    f"rank {self._group.rank()}: a parameter of shape {tuple(param.shape)} in parameter group {number} "
-                    "has a gradient, and the wrapped model does not average it: expected parameters of that model "
-                    "only, since no other is updated here. Give it to an optimizer of its own, set its .grad to None, "
-                    "or make it a part of the model before that is wrapped."
-                )
+            grad = param.grad
+            if grad is None or isinstance(grad, ShardedGradient):
+                continue
+            if type(grad) is Tensor and grad.layout is torch.strided and not grad.any():
+                continue  # torch.distributed.checkpoint makes states by a step with gradients of zeros
+            raise DPFuseError(
+                f"rank {self._group.rank()}: a parameter of shape {tuple(param.shape)} in parameter group {number} has "
+                "a gradient, and the wrapped model does not average it: expected parameters of that model only, since "
+                "no other is updated here. Leave it out of params and give it to an optimizer of its own, set its "
+                ".grad to None, or make it a part of the model before that is wrapped."
+            )
 
     def _refuse_converted(self) -> None:
         """Raise if a parameter that has a state is of another kind now; all ranks have agreed on the conversion."""

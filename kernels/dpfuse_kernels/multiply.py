@@ -116,14 +116,18 @@ def multiply_each(tensors: Sequence[Tensor], factor: Tensor | float) -> None:
 
     Args:
         tensors: of one dtype, device and layout.
-        factor: a number, or a scalar on that device, which the host does not read.
+        factor: a number, or a tensor with one, which the host does not read if it is on their device.
     """
     if not isinstance(factor, Tensor):
         for tensor in tensors:  # one by one: on a GPU `_foreach_mul_` would round the number to 16 bits
             tensor.mul_(factor)
-    elif tensors and tensors[0].dtype in (torch.bfloat16, torch.float16) and tensors[0].layout is torch.strided:
-        vector = factor.view(1)  # a scalar that is on the GPU would be rounded to 16 bits, too
+        return
+    if not tensors:
+        return
+    factor = factor.reshape(()).to(tensors[0].device)
+    if tensors[0].dtype in (torch.bfloat16, torch.float16) and tensors[0].layout is torch.strided:
+        vector = factor.view(1).float()  # a scalar on a GPU is rounded to 16 bits before it multiplies; a vector is not
         for tensor in tensors:
             torch.atleast_1d(tensor).mul_(vector)
-    elif tensors:
+    else:
         torch._foreach_mul_(list(tensors), factor)

@@ -20,7 +20,7 @@ class Layers(torch.nn.Module):
 
 def test_each_bucket_is_sent_when_its_gradients_are_ready(group):
     model = dpfuse.DataParallel(Layers(), comm_buffer_size=0, last_comm_buffer_size=0)
-    recorder = SendRecorder(2, on_gpu=False)
+    recorder = SendRecorder(2, device=torch.device("cpu"))
     model(torch.ones(8)).sum().backward()  # the buckets are made again
     model._sync.grads.record(recorder)
     for _ in range(3):

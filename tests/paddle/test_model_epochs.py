@@ -81,7 +81,10 @@ def test_a_learning_rate_goes_on_after_a_load(tmp_path, makers, by_step, when):
     schedulers = [make(resumed) for make in makers] if when == "before the load" else []
     resumed.load(tmp_path / "0")
     schedulers = schedulers or [make(resumed) for make in makers]
+    resumed.save(tmp_path / "again")
     assert first + rates_of(resumed, 2, schedulers, by_step=by_step) == expected
+    resumed.load(tmp_path / "again")  # a file that was written between a load and the next training
+    assert rates_of(resumed, 2, schedulers, by_step=by_step) == expected[len(first) :]
     assert len(set(expected)) > 2
     resumed.load(tmp_path / "0", reset_optimizer=True)
     begin = rates_of(resumed, 1, [], by_step=by_step)

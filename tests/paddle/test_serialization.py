@@ -57,9 +57,12 @@ def test_numpys_numbers_become_pythons_where_they_are_its_subclasses_too(tmp_pat
 
 def test_a_file_of_torch_with_a_number_of_numpy_is_read(tmp_path):
     state = torch.optim.SGD([torch.ones(1)], lr=0.1 * np.sqrt(4)).state_dict()
-    torch.save({**state, "half": np.float16(0.5)}, tmp_path / "f")
-    found = paddle.load(tmp_path / "f")
-    assert (found["param_groups"][0]["lr"], found["half"]) == (0.2, 0.5)
+    torch.save({**state, "half": np.float16(0.5), "count": np.int64(3), "is": np.True_}, tmp_path / "f")
+    with torch.serialization.safe_globals([np.dtype]):
+        found = paddle.load(tmp_path / "f")
+        assert np.dtype in torch.serialization.get_safe_globals()  # what the program has allowed stays so
+    assert (found["param_groups"][0]["lr"], found["half"], found["count"], found["is"]) == (0.2, 0.5, 3, True)
+    assert np.dtype not in torch.serialization.get_safe_globals()
 
 
 class Kind(enum.IntEnum):

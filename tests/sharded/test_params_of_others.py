@@ -82,6 +82,30 @@ def test_frozen_parameters_may_be_in_the_groups(ranks):
     ranks(frozen)
 
 
+def ignored(rank, size, zeros):
+    """What the wrapper leaves alone has an optimizer of its own; a step with zeros is that of a checkpoint."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    if not zeros:
+        dpfuse.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["0.weight"])
+    model = dpfuse.DistributedDataParallel(net)
+    optimizer = dpfuse.ShardedOptimizer(model, optim.SGD, lr=0.1)
+    if zeros:
+        net[0].requires_grad_(False)
+        model(X + rank).sum().backward()
+        net[0].requires_grad_(True)
+        for param in net.parameters():
+            param.grad = torch.zeros_like(param)
+    else:
+        model(X + rank).sum().backward()
+        assert not any(net[0].weight is param for group in optimizer.param_groups for param in group["params"])
+    optimizer.step()
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+def test_what_is_left_alone_and_what_is_zero_is_no_error(ranks, zeros):
+    ranks(ignored, zeros)
+
+
 def stale(rank, size, ours):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))

@@ -299,6 +299,13 @@ def all_write(model, rank, step):
     model.module.count += 1
 
 
+def all_write_and_one_evaluates(model, rank, step):
+    all_write(model, rank, step)
+    if rank == 0:
+        with torch.no_grad():
+            model(batch(rank, 99))
+
+
 def all_write_unseen(model, rank, step):
     model.module.center.data.fill_(float(step))
 
@@ -384,7 +391,8 @@ def nothing(model, rank, step):
 
 
 RIGHT = [
-    nothing, lone_forward, lone_evaluation, all_write, all_write_unseen, own_broadcast, own_mean, loaded_by_all,
+    nothing, lone_forward, lone_evaluation, all_write, all_write_and_one_evaluates, all_write_unseen, own_broadcast,
+    own_mean, loaded_by_all,
     synchronized, statistics_of_one, statistics_of_each, norm_on_one_rank, another_attempt, copied_on_one_rank, frozen,
     two_backwards,
 ]  # fmt: skip

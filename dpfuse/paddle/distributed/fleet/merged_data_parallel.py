@@ -49,15 +49,15 @@ class MergedDataParallel(DataParallel):
         )
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> NoReturn:
-        """Raise an error: the gradients are partial sums, until the optimizer divides them in its step.
+        """Raise an error: the gradients are partial sums of this rank, except inside of the step that ends a cycle.
 
         Raises:
             DPFuseError: Always.
         """
         raise DPFuseError(
-            "clip_grad_norm_() was called, but with gradient_merge the gradients are partial sums until step() divides "
-            "them by the number of iterations. Clip them there: pass optimizer.register_step_pre_hook() a function of "
-            "(optimizer, args, kwargs) that calls torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm) and "
+            "clip_grad_norm_() was called, but with gradient_merge the gradients are partial sums of this rank, except "
+            "inside of the step that ends a cycle. Clip them there: pass optimizer.register_step_pre_hook() a function "
+            "of (optimizer, args, kwargs) that calls torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm) and "
             "returns nothing. Or leave gradient_merge off."
         )
 
