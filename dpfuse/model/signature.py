@@ -227,7 +227,8 @@ class ModelSignature:
         dense = [each.param for each in known.values() if _is_strided(each.param)]
         divided = [param for param in dense if is_divided(param)]
         known_ids = set(map(id, dense))
-        owned = [[param for param in child._parameters.values() if id(param) in known_ids] for child in children]
+        owned = [[each for each in child._parameters.values() if each is not None] for child in children]
+        owned = [[param for param in params if id(param) in known_ids] for params in owned]
         samples = [param for params in owned for param in (params if len(params) <= FEW else params[:1])]
         with torch._C.DisableTorchFunctionSubclass():
             addresses = [*map(Tensor.data_ptr, samples)]

@@ -27,7 +27,7 @@ PLAIN = {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.d
 _KINDS = {type(np.dtype(code)) for code in np.typecodes["AllFloat"] + np.typecodes["AllInteger"] + "?"}
 _SCALAR = np.float64(0).__reduce__()[0]
 _NAMES = [(_SCALAR, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")]  # before and since numpy 2
-NUMPY_NUMBERS = [*_NAMES, np.dtype, *sorted(_KINDS, key=str)]
+NUMPY_NUMBERS: list[Any] = [*_NAMES, np.dtype, *sorted(_KINDS, key=str)]
 
 
 @contextmanager

@@ -113,8 +113,8 @@ class ShardedGradients:
 
 
 def _norm_of(part: Tensor, order: float) -> Tensor:
-    wide = torch.promote_types(part.dtype, torch.float32)
-    return torch.linalg.vector_norm(part, order, dtype=wide).double().view(1)
+    norm: Tensor = torch.linalg.vector_norm(part, order, dtype=torch.promote_types(part.dtype, torch.float32))
+    return norm.double().view(1)
 
 
 def _squares(flat: Tensor) -> Tensor:
