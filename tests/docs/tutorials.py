@@ -79,6 +79,7 @@ def run(page: Path, folder: Path, timeout: float) -> list[tuple[int, str]]:
     for command in commands_of(page):
         script += [command.text.replace(PORT, port), f'echo "{SEPARATOR} $?"']
     environment = clean_environment(OMP_NUM_THREADS="1")
+    environment.pop("PYTHONUNBUFFERED", None)  # with it, one rank may write between a line of another one and its end
     done = subprocess.run(
         ["bash", "-c", "\n".join(script)], cwd=folder, env=environment, timeout=timeout, check=False,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8",

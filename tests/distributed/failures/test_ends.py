@@ -67,7 +67,8 @@ def check(how, call, face):
     codes, told, seconds = end_of(how, call, face)
     assert all(codes), (codes, told)
     assert "well" not in told
-    assert told.count("Traceback (most recent call last)") >= 2, told
+    # The launcher ends the other rank, which may not have raised yet.
+    assert told.count("Traceback (most recent call last)") >= (1 if how == "launcher" else 2), told
     assert "DPFuseError" in told
     assert seconds < patience(WITHIN), told
 

@@ -27,4 +27,6 @@ for step, batch in enumerate(loader):
         sys.stdout.flush()
     time.sleep(0.01)
 time.sleep(1)  # of saving
-print(f"rank {dpfuse.get_rank()} stopped in step {step}: {model.stop_reason}", flush=True)
+# Where Python buffers nothing, print() writes a line and its end apart, and the other rank may write between them.
+sys.stdout.write(f"rank {dpfuse.get_rank()} stopped in step {step}: {model.stop_reason}\n")
+sys.stdout.flush()
