@@ -125,7 +125,7 @@ def take_variables(args: argparse.Namespace, given: set[str], environ: Mapping[s
     """
     count = environ.get("PADDLE_NNODES", "")
     flags = {"nnodes", *TORCHRUNS_WAY, *(flag for flags in WAYS.values() for flag in flags)}
-    if count in ("", "1", "1:1") or given & flags or "TORCHELASTIC_RUN_ID" in environ:
+    if count in ("", "1", "1:1") or given & flags or "LOCAL_RANK" in environ:
         return set()
     args.nnodes, args.master = count, environ.get("PADDLE_MASTER")
     if not args.master:

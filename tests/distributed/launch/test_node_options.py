@@ -88,7 +88,7 @@ MACHINES = {"PADDLE_NNODES": "2", "PADDLE_MASTER": "10.9.8.7:81"}
         (MACHINES, [], ("c10d", "10.9.8.7:81", "2", 0)),
         (MACHINES, ["--master=10.9.8.6:82", "--nnodes=3", "--rank=2"], ("static", "", "3", 2, "10.9.8.6", 82)),
         (MACHINES, ["--standalone"], ("dpfuse-loopback", "127.0.0.1:0", "1")),
-        (MACHINES | {"TORCHELASTIC_RUN_ID": "none"}, [], ("dpfuse-loopback", "127.0.0.1:0", "1")),  # inside a rank
+        (MACHINES | {"LOCAL_RANK": "0"}, [], ("dpfuse-loopback", "127.0.0.1:0", "1")),  # inside a rank
         ({"PADDLE_MASTER": "10.9.8.7:81"}, [], ("dpfuse-loopback", "127.0.0.1:0", "1")),
         ({"PADDLE_MASTER": "10.9.8.7:81", "PADDLE_NNODES": "1"}, [], ("dpfuse-loopback", "127.0.0.1:0", "1")),
     ],
