@@ -60,7 +60,7 @@ class StagedWork(dist.Work):
     def wait(self, timeout: timedelta = NO_LIMIT) -> bool:
         """Wait for all collectives, for each at most `timeout`; it can be called again if that was too short.
 
-        On CUDA each call orders the current stream behind them, also after a wait on another stream.
+        On CUDA each call orders the current stream after them, also after a wait on another stream.
 
         Raises:
             RuntimeError: it took longer; or a collective failed, and then `is_completed` is true.
@@ -150,9 +150,10 @@ class StagedWork(dist.Work):
 
 
 def last_collective(work: dist.Work) -> dist.Work | None:
-    """Return what one who only looks on may wait for to learn when `work` lands on a GPU; None if that has not started.
+    """Return the collective that ends `work`; None if it has not started.
 
-    A wait for a work that does more than to wait, as between stages, would do that in place of the one who needs it.
+    A measurement waits for this one. A wait for `work` itself may also start stages and copy results, on the stream of
+    the measurement.
     """
     found: dist.Work | None = getattr(work, "last", work)
     return found

@@ -475,9 +475,9 @@ def _begin(reached: list[Any], _grad: Tensor | None = None) -> None:
     backward until then, so that the ranks differ where this fails before anything was noted.
 
     Args:
-        reached: the watch, and the note of the forward whose output was reached; `AGAIN` where that is not the first
-            time, None where no output was. The hooks of all outputs of a forward share it. After the first time it
-            refers weakly to the watch: a module that keeps its output would never be freed.
+        reached: the watch, and the note of the forward whose output was reached; None where no output was. The hooks
+            of all outputs of a forward share this list. After the first time it has a weak reference to the watch, and
+            `AGAIN`: a strong one would keep a module alive that keeps its output.
     """
     watch, note = reached
     if note is AGAIN and (watch := watch()) is None:

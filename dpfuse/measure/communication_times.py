@@ -31,9 +31,7 @@ class CommunicationTimes(Watcher):
     seconds: float = 0.0  # from sent to landed, summed over the buckets
     exposed: float = 0.0  # in which backward had nothing left to do but wait
     _spans: deque[tuple[str, Moment, Moment]] = field(default_factory=deque, repr=False)  # of GPUs
-    _unended: dict[int, Moment] = field(
-        default_factory=dict, repr=False
-    )  # when works were sent, by id, until they land
+    _unended: dict[int, Moment] = field(default_factory=dict, repr=False)  # by id of a work: when it was sent
     _waiting: Moment = field(default=0.0, repr=False)
     _landing: Moment | None = field(default=None, repr=False)  # when that was sent which is waited for
     _device: torch.device = field(default=torch.device("cpu"), repr=False)  # of the bucket that is waited for

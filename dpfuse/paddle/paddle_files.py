@@ -87,7 +87,7 @@ def to_torch_state_dict(state: Mapping[str, Any], model: nn.Module) -> OrderedDi
     expected = bare.state_dict()
     given = without_prefix(state, bare)
     pairs = list(in_torch_layout(given, bare))
-    for key, (name, tensor) in zip(given, pairs, strict=False):  # behind these are the batch counters
+    for key, (name, tensor) in zip(given, pairs, strict=False):  # the batch counters follow
         if name not in expected:
             raise ValueError(
                 f"{key!r} is in the state dict and not in the model; expected names such as "

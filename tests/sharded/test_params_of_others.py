@@ -1,4 +1,4 @@
-"""Parameters in the groups that the wrapped model does not average are never left behind without a word."""
+"""A gradient of a parameter that the wrapped model does not average is an error of the optimizer's step."""
 
 from __future__ import annotations
 

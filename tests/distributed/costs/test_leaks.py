@@ -103,13 +103,14 @@ def test_a_ddp_wrapper_that_is_deleted_frees_its_buffers(ranks):
     assert ranks(deleted, "ddp", {"gradient_as_bucket_view": True}, True) == [([], 1)] * 2
 
 
-def leading_to_itself(rank, size, options):
+def freed(rank, size, options, make, counts):
+    """Return what is held of modules that were wrapped and trained for so many steps, and then dropped."""
     held = []
     for face in (*FACES.values(), dpfuse.replicate):
-        for steps in (0, 1, 3):
-            module = net()
+        for steps in counts:
+            module = make()
             model = face(module, **({} if face is dpfuse.replicate else options))
-            module.trainer = [model]  # as a module of Lightning, or one with its own training loop
+            module.trainer = [model] if make is net else None  # as a module of Lightning has its own training loop
             for _ in range(steps):
                 step(model, rank)
             gone = [*map(weakref.ref, (module, model, *module.parameters()))]
@@ -120,7 +121,7 @@ def leading_to_itself(rank, size, options):
 
 @pytest.mark.parametrize("options", OPTIONS)
 def test_a_module_that_leads_to_its_wrapper_is_freed(ranks, options):
-    assert ranks(leading_to_itself, OPTIONS[options]) == [[[]] * 9] * 2
+    assert ranks(freed, OPTIONS[options], net, (0, 1, 3)) == [[[]] * 9] * 2
 
 
 class KeepsOutput(nn.Module):
@@ -135,23 +136,9 @@ class KeepsOutput(nn.Module):
         return self.last
 
 
-def keeping_its_output(rank, size, options):
-    held = []
-    for face in (*FACES.values(), dpfuse.replicate):
-        for steps in (1, 3):
-            module = KeepsOutput()
-            model = face(module, **({} if face is dpfuse.replicate else options))
-            for _ in range(steps):
-                step(model, rank)
-            gone = [*map(weakref.ref, (module, model, *module.parameters()))]
-            del module, model
-            held.append(still_held(gone, within=3.0))
-    return held
-
-
 @pytest.mark.parametrize("options", OPTIONS)
 def test_a_module_that_keeps_its_output_is_freed(ranks, options):
-    assert ranks(keeping_its_output, OPTIONS[options]) == [[[]] * 6] * 2
+    assert ranks(freed, OPTIONS[options], KeepsOutput, (1, 3)) == [[[]] * 6] * 2
 
 
 def dropped_before_its_backward(rank, size, face):

@@ -1,4 +1,4 @@
-"""Ends as its argument says; leaves behind markers of what Python does at its end, and one of its teardown."""
+"""Ends as its argument says, and marks what Python does at its end, and whether it takes its modules apart."""
 
 import atexit
 import ctypes
