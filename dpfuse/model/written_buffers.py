@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -19,6 +20,17 @@ __all__ = ["WrittenBuffers"]
 
 BITS = 5  # of what a rank tells
 FIRST, EVERY = 2, 64  # forwards before which values are compared, too: the first ones, and later one out of so many
+
+
+class _Written(NamedTuple):
+    """What a rank has written since buffers were sent, before a forward."""
+
+    names: list[str] | None  # None is unknown
+    hashes: dict[str, int]  # of the values, as far as they are known
+    in_eval: bool  # whether that forward is in eval mode
+
+
+UNKNOWN = _Written(None, {}, False)
 
 
 class WrittenBuffers:
@@ -39,14 +51,9 @@ class WrittenBuffers:
         self.differ = False
         self._buffers = buffers
         self._report: Report | None = None
-        # What was written before the first forward since the last backward, and before that one; None is unknown.
-        self._written: list[str] | None = None
-        self._before: list[str] | None = None
-        self._hashes: dict[str, int] = {}  # of the values that were written then, as far as they are known
-        self._hashes_before: dict[str, int] = {}
-        self._noted: tuple[list[str] | None, dict[str, int]] | None = None  # before a forward in eval mode
-        self._was_noted = self._was_noted_before = False  # whether that is what was told
-        self._told: object = None  # what the report has
+        # Before the first forward since the last backward, before that one, and before a forward in eval mode.
+        self._now = self._before = self._noted = UNKNOWN
+        self._told: _Written | None = None  # what the report has
         self._looks = 0
         self._replaced: set[str] = set()  # buffers that had other values than those that arrived
         self._warning = ""
@@ -68,51 +75,46 @@ class WrittenBuffers:
             by_value: whether it matters what all ranks have written.
         """
         if not (self.differ or self._is_alone):
-            self._written, self._hashes = self._look(by_value)
+            self._tell(self._look(by_value, in_eval=False))
             self._looks += 1
-            self._noted, self._was_noted = None, False
-            self._tell()
 
     def note(self, *, by_value: bool) -> None:
         """As `before_forward`, before a forward in eval mode: it is told if that has a backward of this rank."""
         if not (self.differ or self._is_alone):
-            self._noted = self._look(by_value)  # in place of that before another one, which a rank may run alone
+            # In place of what was noted before an earlier one, which a rank may have run alone.
+            self._noted = self._look(by_value, in_eval=True)
 
     def tell_noted(self) -> None:
         """Tell what was noted before a forward in eval mode; nothing, if this rank has run none."""
-        self._was_noted = self._noted is not None
-        self._written, self._hashes = self._noted or (None, {})
-        self._noted = None
-        self._tell()
+        self._tell(self._noted)
 
     def say_nothing(self) -> None:
         """Tell nothing in the next backward, since this rank has run no forward of its own."""
-        self._noted = None
-        self.tell_noted()
+        self._tell(UNKNOWN)
 
-    def _look(self, by_value: bool) -> tuple[list[str] | None, dict[str, int]]:
+    def _look(self, by_value: bool, *, in_eval: bool) -> _Written:
         first = self._looks < FIRST
         looks = first or not self._looks % EVERY
-        written = self._buffers.written(compare=looks)
-        if not (written and by_value):
-            return written, {}
-        return written, self._buffers.hashes_of(written, looks=looks, waits=first and not capturing())
+        names = self._buffers.written(compare=looks)
+        hashes: dict[str, int] = {}
+        if names and by_value:
+            hashes = self._buffers.hashes_of(names, looks=looks, waits=first and not capturing())
+        return _Written(names, hashes, in_eval)
 
-    def _tell(self) -> None:
-        told = self._written, self._hashes
-        if told == self._told or self._report is None or capturing():
+    def _tell(self, now: _Written) -> None:
+        self._now, self._noted = now, UNKNOWN
+        if now == self._told or self._report is None or capturing():
             return
-        self._told = told
+        self._told = now
         bits = [[0.0, 0.0]] * BITS
-        if self._written is not None:
+        if now.names is not None:
             # 0 is nothing, and other lists mostly have other numbers.
-            facts = *self._written, *self._hashes.values()
-            number = 1 + number_hash(facts) % (2**BITS - 1) if self._written else 0
+            number = 1 + number_hash((*now.names, *now.hashes.values())) % (2**BITS - 1) if now.names else 0
             bits = [[float(number >> place & 1), float(~number >> place & 1)] for place in range(BITS)]
         pairs = self._report.compared(self._place).pairs
-        now = torch.tensor(bits, dtype=pairs.dtype, device="cpu")
-        now = now.pin_memory() if pairs.is_cuda else now
-        pairs.copy_(now, non_blocking=pairs.is_cuda)
+        row = torch.tensor(bits, dtype=pairs.dtype, device="cpu")
+        row = row.pin_memory() if pairs.is_cuda else row
+        pairs.copy_(row, non_blocking=pairs.is_cuda)
 
     def finish_sending(self) -> None:
         """Let the buffers arrive that were sent beside the last bucket, which has landed."""
@@ -124,7 +126,7 @@ class WrittenBuffers:
 
     def delivered(self) -> None:
         """As `Watcher.delivered`."""
-        self._before, self._hashes_before, self._was_noted_before = self._written, self._hashes, self._was_noted
+        self._before = self._now
         if self._warning:
             warning, self._warning = self._warning, ""
             warn_at_user(warning)
@@ -134,11 +136,11 @@ class WrittenBuffers:
         engine, names, report = self._engine, list(self._buffers.agreed), self._report
         assert report is not None
         late = not report.is_on_cpu
-        written, hashes = (self._before, self._hashes_before) if late else (self._written, self._hashes)
-        was_noted = self._was_noted_before if late else self._was_noted
-        own, other = set(written or ()), set(names) if late else self._replaced
-        row: list[int] = [written is not None, *(name in own for name in names), *(name in other for name in names)]
-        row += [hashes.get(name, 0) for name in names]
+        written = self._before if late else self._now
+        own, other = set(written.names or ()), set(names) if late else self._replaced
+        row: list[int] = [written.names is not None, *(name in own for name in names)]
+        row += [name in other for name in names]
+        row += [written.hashes.get(name, 0) for name in names]
         wire = torch.tensor(row, dtype=torch.int32, device=collective.group_device(engine.group))
         rows = [each.tolist() for each in collective.all_gather(wire, engine.group)]
         for place, name in enumerate(names, 1):
@@ -165,7 +167,7 @@ class WrittenBuffers:
             self.differ = True
             and_then = (
                 " in training mode only, and this one was in eval mode. To be right in both,"
-                if was_noted
+                if written.in_eval
                 else ", as torch's class sends them. To save that,"
             )
             self.say_nothing()
